@@ -1,0 +1,1 @@
+"""The only grader code that runs inside a sandbox."""

@@ -1,0 +1,1 @@
+"""What an assignment is, and how its starter is made."""

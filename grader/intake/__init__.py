@@ -1,0 +1,1 @@
+"""A commit URL in, an exported and checked workspace out."""

@@ -1,0 +1,1 @@
+"""Outputs in, verdicts out. Runs outside the sandbox and never executes what a student wrote."""

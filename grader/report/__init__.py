@@ -1,0 +1,1 @@
+"""A record in, a report out. Computes nothing."""

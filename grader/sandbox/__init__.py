@@ -1,0 +1,1 @@
+"""Where student code runs. One protocol, two kinds."""

@@ -1,0 +1,1 @@
+"""How each kind of submission is built and driven from outside."""

@@ -1,0 +1,1 @@
+"""C++ submissions: build, official cases, probes."""

@@ -1,0 +1,1 @@
+"""Python submissions: ranks driven through the agent."""
