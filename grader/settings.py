@@ -25,9 +25,7 @@ class Settings(BaseSettings):
     git_timeout_s: float = Field(default=300.0, gt=0, description="for any one git command, seconds")
     judge_workers: int = Field(default=2, ge=1, description="judges that run side by side, one sandbox each")
     judge_timeout_s: float = Field(default=900.0, gt=0, description="for the whole of judging, seconds")
-    signing_key: Path | None = Field(
-        default=None, description="Ed25519 private key with which records are signed"
-    )
+    signing_key: Path | None = Field(default=None, description="Ed25519 private key with which records are signed")
     log: Path = Field(
         default=Path(platformdirs.user_log_dir("tinyinfinitrain-grader")) / "grader.log",
         description="where tracebacks of internal errors go",

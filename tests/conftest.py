@@ -44,18 +44,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     missing = [name for name in required if not ENGINES[name]()]
     if missing:
         advice = "; ".join(FIXES[name] for name in missing)
-        pytest.exit(
-            f"GRADER_REQUIRE asks for {', '.join(missing)}, which this machine lacks: {advice}", returncode=3
-        )
+        pytest.exit(f"GRADER_REQUIRE asks for {', '.join(missing)}, which this machine lacks: {advice}", returncode=3)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out: Counter[str] = Counter()
     kept, dropped = [], []
     for item in items:
-        missing = next(
-            (name for name in ENGINES if item.get_closest_marker(name) and not ENGINES[name]()), None
-        )
+        missing = next((name for name in ENGINES if item.get_closest_marker(name) and not ENGINES[name]()), None)
         if missing is None:
             kept.append(item)
         else:
