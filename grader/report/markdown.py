@@ -23,7 +23,8 @@ def fence(text: str) -> str:
     """Return text as a code block that nothing inside can close."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     ticks = "`" * max(3, longest + 1)
-    quoted = "\n".join(f"    {line}" if line.lstrip().startswith("::") else line for line in text.splitlines())
+    # A runner takes a printed line that begins with `::` for one of its commands, indented or not.
+    quoted = "\n".join(re.sub(r"^(\s*):(?=:)", "\\1:\N{ZERO WIDTH SPACE}", line) for line in text.splitlines())
     return f"{ticks}text\n{quoted}\n{ticks}"
 
 
