@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_for_filename
-from pygments.token import Comment, Whitespace, Token
+from pygments.token import Comment, Token, Whitespace
 from pygments.util import ClassNotFound
 
 
