@@ -77,10 +77,12 @@ def run(request: Command, *, root: str, user: int | None, host: Host) -> None:
                 raise SandboxError(f"{request.argv[0]!r} could not be started: {child.setup_log.text()}")
             with contextlib.closing(streams.Store(request.max_output_bytes)) as store:
                 found, refused = _collect(request, folder, user, store)
-                report = _report(ending, child)
+                logs = [child.stdout.kept(), child.stderr.kept()]
+                report = _report(ending, child) | {"log_sizes": [len(log) for log in logs]}
                 header = {**report, "id": request.id, "outputs": found, "refused": refused}
-                host.answer(header, store.size)
+                host.answer(header, store.size + sum(report["log_sizes"]))
                 store.send_to(host.target)
+                streams.write_all(host.target, b"".join(logs))
 
 
 def _watch(request: Command, case: Case, children: list[Child], source: int) -> str:
@@ -181,11 +183,15 @@ def _report(ending: str, child: Child) -> dict[str, Any]:
         "ending": ending_of(ending, child),
         "exit_code": None if ending == "timeout" else child.exit_code,
         "duration_s": child.ended_at - child.started_at,
-        "stdout": child.stdout.text(),
-        "stderr": child.stderr.text(),
         "truncated": child.stdout.truncated or child.stderr.truncated,
         "peak_bytes": child.peak_bytes,
+        "out_of_memory": child.out_of_memory or _could_not_allocate(child),
     }
+
+
+def _could_not_allocate(child: Child) -> bool:
+    # What the C++ runtime prints before it aborts a program that is over its own limit.
+    return child.exit_code == -signal.SIGABRT and "instance of 'std::bad_alloc'" in child.stderr.text()
 
 
 def ending_of(watched: str, child: Child) -> str:
