@@ -40,6 +40,7 @@ _PACKAGE = Path(grader.__file__).parent
 _SHIPPED = ("__init__.py", "errors.py", "wire.py")
 _READY_S = 60.0
 _WARM_S = 180.0
+_MAX_REASON = 4000
 _MARGIN_S = 60.0  # beyond a case's own limit, for the agent to clean up on a busy machine
 # A user id counts against RLIMIT_NPROC in every container of a machine, so that each sandbox draws its own range.
 _FIRST_USER, _USERS_PER_SANDBOX, _RANGES = 1_000_000, 256, 100_000
@@ -130,7 +131,9 @@ class AgentClient:
         self._settle()
         with self._lock, self._watched(command.timeout_s + _MARGIN_S):
             self._send({**command.header(), "id": next(self._ids)}, b"".join(command.inputs.values()))
-            answer = self._receive("command_finished")
+            answer = self._receive("command_finished", "not_started")
+        if answer.header["kind"] == "not_started":
+            raise InfrastructureError(str(answer.header.get("what"))[:_MAX_REASON], "check the image and the build")
         return CommandFinished.parse(answer)
 
     def run_ranks(self, case: RankCase, inputs: Sequence[bytes]) -> RanksFinished:
@@ -193,14 +196,14 @@ class AgentClient:
         self._process.stdin.write(payload)
         self._process.stdin.flush()
 
-    def _receive(self, kind: str) -> wire.Frame:
+    def _receive(self, *kinds: str) -> wire.Frame:
         frame = wire.read(self._process.stdout)
         if frame is None:
             raise WireError("it ended")
         if frame.header.get("kind") == "failed":
-            raise WireError(str(frame.header.get("what"))[:4000])
-        if frame.header.get("kind") != kind:
-            raise WireError(f"it answered {str(frame.header.get('kind'))[:100]!r}, expected {kind!r}")
+            raise WireError(str(frame.header.get("what"))[:_MAX_REASON])
+        if frame.header.get("kind") not in kinds:
+            raise WireError(f"it answered {str(frame.header.get('kind'))[:100]!r}, expected {kinds[0]!r}")
         return frame
 
     def _dead(self, reason: str) -> InfrastructureError:
