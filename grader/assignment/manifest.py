@@ -132,9 +132,7 @@ class Manifest(_Model):
         for item in self.items:
             for needed in item.depends:
                 if needed not in ids[: ids.index(item.id)]:
-                    raise ValueError(
-                        f"item {item.id!r} depends on {needed!r}, which does not stand before it"
-                    )
+                    raise ValueError(f"item {item.id!r} depends on {needed!r}, which does not stand before it")
         return self
 
     @property
@@ -164,9 +162,7 @@ def load(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise InfrastructureError(
-            f"{path} is no usable manifest: {error}", "mend the file it names"
-        ) from error
+        raise InfrastructureError(f"{path} is no usable manifest: {error}", "mend the file it names") from error
 
 
 def load_all(root: Path) -> dict[str, Manifest]:

@@ -21,9 +21,7 @@ class Limits:
     processes: int = 256
     open_files: int = 1024
     cpus: float = 2.0
-    log_bytes: int = (
-        1 * MEBIBYTE
-    )  # of each of standard output and standard error; the rest is counted and dropped
+    log_bytes: int = 1 * MEBIBYTE  # of each of standard output and standard error; the rest is counted and dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
