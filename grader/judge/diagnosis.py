@@ -5,13 +5,19 @@ value.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _SAME = 1e-6  # relative spread under which ratios count as one constant; float64 noise lies far below, bugs far above
+
+_KINDS: Mapping[str, Callable[[str], bool]] = {
+    "biases": lambda name: name.endswith("bias"),
+    "norm parameters": lambda name: "norm" in name or ".ln" in name or name.startswith("ln"),
+    "embeddings": lambda name: "emb" in name or "wte" in name or "wpe" in name,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,7 @@ class Situation:
 
     def known_numbers(self) -> tuple[tuple[str, float], ...]:
         """Return what a factor may be: the case's own numbers, the world size first."""
-        world = (("the world size", float(self.world_size)),) if (self.world_size or 1) > 1 else ()
+        world = (("the world size", float(self.world_size)),) if self.world_size is not None else ()
         return tuple((name, number) for name, number in world + self.numbers if number not in {0.0, 1.0})
 
 
@@ -102,9 +108,7 @@ def name_factor(factor: float, situation: Situation) -> str:
     return ""
 
 
-def _describe_places(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], wrong: Collection[str]
-) -> str:
+def _describe_places(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], wrong: Collection[str]) -> str:
     """Say it where a part is exactly right and another is not: rows, or a transposed matrix."""
     if len(wrong) != 1:
         return ""
@@ -125,16 +129,12 @@ def _describe_names(expected: Mapping[str, Tensor], wrong: Collection[str]) -> s
     """Say it where all wrong tensors, and no right ones, are of one kind."""
     if len(wrong) == len(expected):
         return ""
-    kinds = {
-        "biases": lambda name: name.endswith("bias"),
-        "norm parameters": lambda name: "norm" in name or ".ln" in name or name.startswith("ln"),
-        "embeddings": lambda name: "emb" in name or "wte" in name or "wpe" in name,
-        "matrices": lambda name: expected[name].dim() >= 2,
-    }
-    for kind, belongs in kinds.items():
-        members = {name for name in expected if belongs(name)}
-        if set(wrong) == members:
+    for kind, belongs in _KINDS.items():
+        if set(wrong) == {name for name in expected if belongs(name)}:
             return f"All {kind} are wrong, and only they."
+    matrices = {name for name, tensor in expected.items() if tensor.dim() >= 2}
+    if set(wrong) == matrices:
+        return "All matrices are wrong, and only they."
     if len(wrong) == 1:
         return f"Only {next(iter(wrong))} is wrong."
     return ""

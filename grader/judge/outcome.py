@@ -58,7 +58,7 @@ class Claim:
         return device_of(self.item, self.spec)
 
     def seed(self, grading: int) -> int:
-        """Return the check's own seed, 63 bits, from the grading's: no check's inputs depend on another's having run."""
+        """Return the check's own seed, 63 bits, from the grading's, so that no check's inputs depend on another's."""
         text = f"{grading}/{self.item.id}/{self.id}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 

@@ -6,14 +6,13 @@ Loaded by `-p grader.judge.plugin --grader-context FILE`. A test says what it ch
     def test_products_lie_within_rounding(submission, generator): ...
 
 and ends in one of these ways: it returns (passed), raises `CheckFailure` (failed), the submission's own code broke
-(`SubmissionFailure`: crashed, timeout, out_of_memory, build_error), `pytest.skip` (not_run), or anything else, which is
-our own bug and so infra_error. Title, weight, visibility and hint come from the manifest. Several marks on one test make
-it several checks; `{name}` in an id is filled in from the test's other parameters.
+(`SubmissionFailure`: crashed, timeout, out_of_memory, build_error), `pytest.skip` (not_run), or anything else, which
+is our own bug and so infra_error: also a bare `assert`. Title, weight, visibility and hint come from the manifest.
+Several marks on one test make it several checks; `{name}` in an id is filled in from the test's other parameters.
 
 Results go to `Context.results_path`, one JSON object a line, as they come; under xdist the controller writes them.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +22,11 @@ import torch
 
 from grader.assignment.manifest import Manifest, load
 from grader.judge.context import CheckResult, Context, Device, lacking, read
-from grader.judge.official import OfficialCase
+from grader.judge.official import SUBMISSIONS, OfficialCase
 from grader.judge.outcome import Claim, Ended, ending, to_result
-from grader.judge.results import fallen, read_results
-from grader.judge.submission import Submissions
+from grader.judge.programs import CppSubmission
+from grader.judge.results import append, fallen, read_results
+from grader.judge.submission import Submissions, TorchSubmission
 from grader.record import CheckStatus
 
 _CONTEXT = pytest.StashKey[Context]()
@@ -48,7 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if path is None:
         raise pytest.UsageError("the judge needs --grader-context FILE")
     config.stash[_CONTEXT] = context = read(path)
-    config.stash[_MANIFEST] = load(context.assignment_dir)
+    config.stash[_MANIFEST] = manifest = load(context.assignment_dir)
+    config.stash[SUBMISSIONS] = Submissions(context, manifest)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Writer(context.results_path), "grader.results")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove this process's sandbox."""
+    submissions = config.stash.get(SUBMISSIONS, None)
+    if submissions is not None:
+        submissions.close()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -80,7 +90,7 @@ def _claim(item: pytest.Item, manifest: Manifest) -> Claim:
     """Return which check a pytest item is."""
     if isinstance(item, OfficialCase):
         return Claim(manifest.item(item.item_id), item.check_id, None)
-    params = dict(cast(pytest.Function, item).callspec.params) if hasattr(item, "callspec") else {}
+    params: dict[str, Any] = dict(cast(pytest.Function, item).callspec.params) if hasattr(item, "callspec") else {}
     mark = params.get("_claimed")
     if mark is None or set(mark) != {"item", "id"}:
         raise pytest.UsageError(f"{item.nodeid} needs a mark check(item=..., id=...)")
@@ -136,23 +146,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append a result. Workers have no results file: their reports arrive here, in the controller."""
-    if "PYTEST_XDIST_WORKER" in _environment():
-        return
-    for name, value in report.user_properties:
-        if name == _RESULT:
-            _append(CheckResult.model_validate_json(str(value)))
+class _Writer:
+    """Appends results as reports come. Only the controller has one: workers' reports arrive there too."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def _environment() -> dict[str, str]:
-    import os  # noqa: PLC0415
-
-    return dict(os.environ)
-
-
-def _append(result: CheckResult) -> None:
-    print(result, file=sys.stderr)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == _RESULT:
+                append(self._path, CheckResult.model_validate_json(str(value)))
 
 
 @pytest.fixture
@@ -172,11 +175,11 @@ def manifest(pytestconfig: pytest.Config) -> Manifest:
     return pytestconfig.stash[_MANIFEST]
 
 
-@pytest.fixture(scope="session")
-def submissions(context: Context, manifest: Manifest) -> Iterator[Submissions]:
-    """This worker's sandbox, opened when first used."""
-    with Submissions(context, manifest) as opened:
-        yield opened
+@pytest.fixture
+def submission(pytestconfig: pytest.Config) -> Iterator[TorchSubmission | CppSubmission]:
+    """The student's code in this worker's sandbox: `.run(...)` for torch, `.probe(...)` for C++."""
+    with pytestconfig.stash[SUBMISSIONS].use() as lent:
+        yield lent
 
 
 @pytest.fixture

@@ -62,9 +62,7 @@ def _lost(context: Context, manifest: Manifest, key: tuple[str, str], reason: st
     return to_result(claim, Ending(CheckStatus.INFRA_ERROR, reason), language=context.language)
 
 
-def _skip_dependents(
-    manifest: Manifest, results: Sequence[CheckResult], context: Context
-) -> tuple[CheckResult, ...]:
+def _skip_dependents(manifest: Manifest, results: Sequence[CheckResult], context: Context) -> tuple[CheckResult, ...]:
     down = fallen(manifest, results, context.capabilities)
     return tuple(_skipped(manifest.item(result.item), result, down) for result in results)
 

@@ -1,7 +1,8 @@
 """The only place that computes points.
 
-Torch items: points x weighted share of the checks that count. C++ items: points x the smaller of the share of official
-cases passed and the weighted share of probes passed; one of them alone where the other cannot be had or cannot run here.
+Torch items: points x weighted share of the checks that count. C++ items: points x the smaller of the share of
+official cases passed and the weighted share of probes passed; one of them alone where the other cannot be had or cannot
+run here.
 What this runner cannot run leaves `available`; an infrastructure error does too, and is retried, so it costs nobody.
 """
 
@@ -61,9 +62,7 @@ def counting(spec: ItemSpec, checks: Iterable[Check], capabilities: Collection[s
     by those on CUDA: what a student's CPU path lacks there is a note.
     """
     return tuple(
-        check
-        for check in checks
-        if check.status is not CheckStatus.NOT_RUN and not _is_note(spec, check, capabilities)
+        check for check in checks if check.status is not CheckStatus.NOT_RUN and not _is_note(spec, check, capabilities)
     )
 
 
@@ -136,9 +135,7 @@ def _record_status(items: Collection[Item]) -> RecordStatus:
     return RecordStatus.GRADED
 
 
-def _provisional_reason(
-    manifest: Manifest, items: Iterable[Item], capabilities: Collection[str], language: str
-) -> str:
+def _provisional_reason(manifest: Manifest, items: Iterable[Item], capabilities: Collection[str], language: str) -> str:
     """Say why a better runner, or another try, would supersede this score; empty where nothing would."""
     reasons = []
     for spec, item in zip(manifest.items, items, strict=True):
