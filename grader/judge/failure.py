@@ -31,9 +31,7 @@ class CheckFailure(Exception):  # noqa: N818  (a verdict on the answer, not an e
         self.hint = hint
 
 
-def require(
-    condition: object, message: str, details: Mapping[str, Any] | None = None, hint: str = ""
-) -> None:
+def require(condition: object, message: str, details: Mapping[str, Any] | None = None, hint: str = "") -> None:
     """Fail the check unless `condition` holds. For judges' tests, where `assert` would count as our own bug.
 
     Raises:
