@@ -6,6 +6,7 @@
 #include "probe.h"
 
 #include "infini_train/include/autograd/elementwise.h"
+#include "infini_train/include/autograd/function.h"
 #include "infini_train/include/autograd/matmul.h"
 #include "infini_train/include/optimizer.h"
 
@@ -16,8 +17,7 @@ using probe::InputTensor;
 using probe::SaveTensor;
 using probe::TensorPtr;
 
-// Inputs x, grad. Outputs y = -x and the gradient of x, from the operation itself and through the graph's
-// operator.
+// Inputs x, grad. Outputs y = -x and the gradient of x.
 void Neg(Case &one) {
     const auto operation = std::make_shared<autograd::Neg>();
     SaveTensor(one, "y", operation->Forward({InputTensor(one, "x")}), 0);
@@ -65,7 +65,9 @@ void Adam(Case &one) {
     }
 }
 
-// Inputs x, range = (start, end), perhaps transpose = (dim0, dim1), grad. Outputs y and the gradient of x.
+// Inputs x, range = (start, end), perhaps transpose = (dim0, dim1), grad. Outputs y and the gradient of x, which is
+// asked of the graph itself, so that this does not stand on `Tensor::Backward`. A range of one dimension may hand back
+// the tensor that it was given: then its gradient is the output's.
 void Flatten(Case &one) {
     const auto x = InputTensor(one, "x");
     x->RequiresGrad();
@@ -73,8 +75,10 @@ void Flatten(Case &one) {
     const auto y = source->Flatten(one.Whole("range", 0), one.Whole("range", 1));
     SaveTensor(one, "y", y);
     one.Keep();
-    if (y && y->NumElements() > 0) {
-        y->Backward(InputTensor(one, "grad"));
+    if (y == x) {
+        SaveTensor(one, "grad_x", InputTensor(one, "grad"));
+    } else if (y && y->NumElements() > 0 && y->grad_fn()) {
+        y->grad_fn()->BackwardPartial(InputTensor(one, "grad"), y->output_idx());
         SaveTensor(one, "grad_x", x->grad());
     }
 }

@@ -79,12 +79,13 @@ private:
     int64_t calls_ = 0;
 };
 
-// Generates text with that model. What is printed is the case's standard output.
+// Generates text with that model. What is printed is the case's standard output. `piece` is how many bytes the first
+// token decodes to: none where the tokenizer is not filled in.
 void Generate(Case &one) {
     const infini_train::Tokenizer tokenizer(one.arguments.Path(one.name + ".bin"));
     const Device device = probe::DeviceOf(one);
     Successor model(one, device);
-    one.SaveNumber("calls", 0);
+    one.SaveNumber("piece", static_cast<int64_t>(tokenizer.Decode(0).size()));
     one.Keep();
     tokenizer.GenerateText(model, static_cast<uint32_t>(one.Whole("sizes", 0)),
                            static_cast<uint32_t>(one.Whole("sizes", 1)),
