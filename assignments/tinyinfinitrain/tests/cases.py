@@ -137,7 +137,7 @@ def judge_each(
     details = {"cases_failed": list(failed), "cases_passed": passed, **first.details}
     others = f" {len(failed)} of {len(outcomes)} cases fail: {', '.join(failed)}." if len(outcomes) > 1 else ""
     named = first.message if "unfilled" in first.details else _in_task(first.message, task)
-    if explained:
+    if explained and task is not tasks.DISPATCHER:
         named = f"{named} So this is not reached: {task}."
     message = f"{named}{others}"
     if isinstance(first, SubmissionFailure):

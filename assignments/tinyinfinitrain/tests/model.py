@@ -29,16 +29,21 @@ class Shape:
     block: int = 11
 
     @property
-    def longest_path(self) -> int:
-        """How many roundings lie one upon the other on the longest path through forward and backward.
+    def forward_path(self) -> int:
+        """How many roundings lie one upon the other on the longest path from the parameters to a logit.
 
-        A sum of n products contributes n. Forward, a block sums over the width in two normalisations (twice each),
-        the three projections and the first layer of the perceptron, over the head's size and the sequence in the
-        attention (three sums), and over four widths at the end; the backward doubles it, since each product has two.
+        A sum of n products contributes n. A block sums over the width in two normalisations (three times each: mean,
+        variance, scaling) and in three matrices, over four widths in the last one, and in the attention over the
+        head's size and, for the softmax, its divisor and the mixing, over the sequence.
         """
         head = self.width // self.heads
-        a_block = 8 * self.width + 4 * self.width + head + 3 * self.block
-        return 3 * (self.layers * a_block + 2 * self.width + self.width + self.vocabulary)
+        a_block = (6 + 3 + 4) * self.width + head + 3 * self.block
+        return self.layers * a_block + 4 * self.width
+
+    @property
+    def gradient_path(self) -> int:
+        """The same to a gradient: the forward, the softmax over the vocabulary, and two products for each of before."""
+        return 3 * self.forward_path + self.vocabulary
 
 
 def random_parameters(shape: Shape, generator: torch.Generator) -> Parameters:

@@ -16,13 +16,14 @@ from grader.record import CheckStatus
 DATASETS = {
     "sixteen_bits": (100, 8, formats.TOKENS_16_BIT, 50257),
     "thirty_two_bits": (257, 16, formats.TOKENS_32_BIT, 128256),
-    "long": (1000, 64, formats.TOKENS_16_BIT, 50257),
+    "divisible": (1024, 64, formats.TOKENS_16_BIT, 50257),
 }
 PROMPT = (464, 3616, 286, 1204, 318)  # "The meaning of life is", as the framework gives it
 PROMPT_TEXT = b"The meaning of life is"
 
 
 @pytest.mark.check(item="gpt2", id="probe/dataset")
+@pytest.mark.check(item="gpt2", id="probe/dataset_cuda")
 def test_every_sample_of_a_token_file(submission: Submission, generator: torch.Generator) -> None:
     """Sample i starts at token i times the length; its labels are shifted by one; both are int64."""
     tokens = {
@@ -79,6 +80,7 @@ def draw_pieces(generator: torch.Generator) -> dict[str, list[bytes]]:
 
 
 @pytest.mark.check(item="gpt2", id="probe/tokenizer")
+@pytest.mark.check(item="gpt2", id="probe/tokenizer_cuda")
 def test_every_token_decodes_to_its_bytes(submission: Submission, generator: torch.Generator) -> None:
     """Both versions of the file, any bytes, every length that one byte can hold, in any order."""
     pieces = draw_pieces(generator)
