@@ -22,6 +22,7 @@ def bubble(schedule: Schedule) -> Fraction:
     return Fraction(timeline(schedule).bubble).limit_denominator(10_000)
 
 
+@settings(max_examples=40)
 @given(RANKS, MICROBATCHES)
 def test_naive_leaves_all_ranks_but_one_idle(p, m):
     schedule = naive(p, m)
@@ -30,6 +31,7 @@ def test_naive_leaves_all_ranks_but_one_idle(p, m):
     assert set(live_activations(schedule)) == {1}
 
 
+@settings(max_examples=40)
 @given(RANKS, MICROBATCHES)
 def test_gpipe_has_its_bubble_and_keeps_every_microbatch(p, m):
     schedule = gpipe(p, m)
@@ -38,6 +40,7 @@ def test_gpipe_has_its_bubble_and_keeps_every_microbatch(p, m):
     assert live_activations(schedule) == (m,) * p
 
 
+@settings(max_examples=40)
 @given(RANKS, MICROBATCHES)
 def test_1f1b_has_gpipes_bubble_and_keeps_p_minus_rank_microbatches(p, m):
     schedule = one_forward_one_backward(p, m)
@@ -46,6 +49,7 @@ def test_1f1b_has_gpipes_bubble_and_keeps_p_minus_rank_microbatches(p, m):
     assert live_activations(schedule) == tuple(min(m, p - rank) for rank in range(p))
 
 
+@settings(max_examples=40)
 @given(RANKS, st.integers(1, 4), st.integers(1, 4))
 def test_interleaving_divides_the_bubble_by_the_chunks(p, groups, v):
     m = p * groups
@@ -56,6 +60,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p, groups, v):
     assert live_activations(schedule) == expected
 
 
+@settings(max_examples=40)
 @given(RANKS, MICROBATCHES)
 def test_zero_bubble_keeps_a_third_of_the_bubble_at_1f1bs_memory(p, m):
     schedule = zero_bubble(p, m)
@@ -65,6 +70,7 @@ def test_zero_bubble_keeps_a_third_of_the_bubble_at_1f1bs_memory(p, m):
         assert timeline(schedule).makespan == 3 * m + (p - 1)
 
 
+@settings(max_examples=40)
 @given(RANKS, MICROBATCHES)
 def test_dual_pipe_v_has_its_bubble_wherever_it_is_defined(p, m):
     if m < 2 * p:
@@ -85,7 +91,7 @@ def test_bubbles_at_four_ranks_and_eight_microbatches_are_the_published_ones():
 
 
 def test_interleaving_refuses_microbatches_that_do_not_divide_by_the_ranks_and_names_both():
-    with pytest.raises(ValueError, match="groups of 4.* 10 do not"):
+    with pytest.raises(ValueError, match=r"groups of 4.* 10 do not"):
         interleaved_1f1b(4, 10, 2)
 
 
@@ -97,7 +103,7 @@ def test_no_ranks_or_no_microbatches_are_refused(make):
         make(4, 0)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(2, 12), st.randoms(use_true_random=False))
 def test_validator_notices_a_missing_a_double_and_a_misplaced_action(p, m, chance: random.Random):
     good = one_forward_one_backward(p, m)
@@ -122,9 +128,9 @@ def test_validator_finds_the_deadlock_of_a_backward_before_its_forward():
         validate(Schedule("wrong", 1, 1, Placement.LOOP, ((backward, forward),)))
 
 
-def test_1f1b_that_takes_its_first_backward_too_early_loses_time():
+def test_1f1b_without_its_warm_up_forwards_deadlocks():
     good = one_forward_one_backward(4, 8)
     early = list(good.ranks[0])
     early.insert(1, early.pop(early.index(Action(Kind.BACKWARD, 0, 0))))
-    slower = dataclasses.replace(good, ranks=(tuple(early), *good.ranks[1:]))
-    assert timeline(slower).makespan > timeline(good).makespan
+    with pytest.raises(ValueError, match=r"deadlocks: waiting are B0\.0, F1\.1, F2\.1, F3\.1"):
+        validate(dataclasses.replace(good, ranks=(tuple(early), *good.ranks[1:])))
