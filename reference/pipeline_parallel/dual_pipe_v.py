@@ -92,7 +92,7 @@ def _drain(line: _Rank, rank: int, below: int) -> None:
     half = (rank + 1) // 2
     for step in range(rank + 1):
         # In the second half the pipeline drains, and weights' gradients are kept to fill what would be idle.
-        line.backward(1, split=step >= half and rank % 2 == 1 or step > half)
+        line.backward(1, split=(step >= half and rank % 2 == 1) or step > half)
         line.backward(0, split=step >= half)
     for _ in range(below):
         line.weight()
