@@ -53,13 +53,13 @@ def detect(paths: Collection[str], manifests: Mapping[str, Manifest]) -> tuple[s
 
 
 def originals(manifest: Manifest, mirror: Mirror, commit: str) -> dict[str, bytes]:
-    """Return the original files that a manifest exports or overlays.
+    """Return the original files that a manifest exports.
 
     Raises:
         SourceError: The origin does not hand them out.
     """
-    takes, overlays = _spec(manifest.policy.export), _spec(manifest.policy.overlay)
-    paths = [e.path for e in mirror.listing(commit) if takes.match_file(e.path) or overlays.match_file(e.path)]
+    takes = _spec(manifest.policy.export)
+    paths = [entry.path for entry in mirror.listing(commit) if takes.match_file(entry.path)]
     return mirror.read(commit, paths)
 
 
@@ -133,11 +133,11 @@ def overlay(
 
 def _wanted(policy: Policy, usable: Mapping[str, Entry]) -> tuple[dict[str, str], list[Finding]]:
     """Return the object of each file to take; a symlink inside the tree counts as the file it leads to."""
-    takes, overlays = _spec(policy.export), _spec(policy.overlay)
+    takes = _spec(policy.export)
     wanted: dict[str, str] = {}
     findings = []
     for path, entry in usable.items():
-        if not takes.match_file(path) and not overlays.match_file(path):
+        if not takes.match_file(path):
             continue
         if entry.kind is Kind.FILE:
             wanted[path] = entry.object_id
