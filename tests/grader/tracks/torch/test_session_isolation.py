@@ -4,29 +4,23 @@ import os
 import sys
 from collections.abc import Iterator
 
-import docker
 import pytest
 import torch
 
+from grader import images
 from grader.sandbox.base import MEBIBYTE, Limits, Specification
 from grader.tracks.agent import AgentClient, Command, ProgramLimits
 from grader.tracks.torch.session import Session
 from tests.grader.tracks.plain import PlainSandbox
 from tests.grader.tracks.torch.calls import LIMITS, call, failure, open_session, student_files
 
-IMAGE = "tinyinfinitrain/torch"
 PLACES = [pytest.param("docker", marks=pytest.mark.docker), *(["as root"] if os.geteuid() == 0 else [])]
 
 
-def torch_image() -> str:
-    images = docker.from_env().images.list(name=IMAGE)
-    if not images:
-        pytest.fail(f"there is no image {IMAGE}; build it: grader images build torch")
-    return str(images[0].tags[0])
-
-
 def in_container(memory_bytes: int, limits: ProgramLimits) -> Session:
-    specification = Specification(image=torch_image(), label="tests", limits=Limits(memory_bytes=memory_bytes))
+    specification = Specification(
+        image=images.require("torch"), label="tests", limits=Limits(memory_bytes=memory_bytes)
+    )
     return open_session("docker", specification, "python3", limits)
 
 
