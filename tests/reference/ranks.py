@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo  # optimizers and hooks import it on first use: once here, not once a rank (3 s each)
 import torch.distributed as dist
 
 from reference import comm

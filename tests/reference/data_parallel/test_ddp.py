@@ -1,17 +1,16 @@
 """DDP: a step equals serial whatever the buckets, microbatches and unused parameters; its traffic is the formula's."""
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from reference import loss
 from reference.comm import Group
 from reference.data_parallel.ddp import DistributedDataParallel
 from tests.reference import ranks
-from tests.reference.equivalence import assert_equal_in_float64, assert_within_rounding
+from tests.reference.equivalence import assert_equal_in_float64
 from tests.reference.training import (
     OPTIMIZERS,
     Problem,
@@ -19,7 +18,6 @@ from tests.reference.training import (
     gradients_of,
     norms_by_step,
     parameters_of,
-    partial_gradients,
     serial,
     share_of_loss,
 )
