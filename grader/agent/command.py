@@ -55,7 +55,7 @@ class Command:
 
 
 def run(request: Command, *, root: str, user: int | None, host: Host) -> None:
-    """Run the program, and send `command_finished` with what it left.
+    """Run the program, and send `command_finished` with what it left, or `not_started`.
 
     Args:
         request: What to run.
@@ -64,7 +64,7 @@ def run(request: Command, *, root: str, user: int | None, host: Host) -> None:
         host: Where the inputs' bytes stand next, and where the answer goes.
 
     Raises:
-        SandboxError: The program could not be started, or its remains could not be ended.
+        SandboxError: The program could not be prepared, or its remains could not be ended.
         EOFError: The host is gone.
     """
     with Case(root) as case:
@@ -74,13 +74,17 @@ def run(request: Command, *, root: str, user: int | None, host: Host) -> None:
             ending, child = _watch(request, case, children, host.source), children[0]
             process.end(children)
             if child.setup_log.total:
-                raise SandboxError(f"{request.argv[0]!r} could not be started: {child.setup_log.text()}")
+                what = f"{request.argv[0]!r} could not be started: {child.setup_log.text().strip()}"
+                host.answer({"kind": "not_started", "id": request.id, "what": what})
+                return
             with contextlib.closing(streams.Store(request.max_output_bytes)) as store:
                 found, refused = _collect(request, folder, user, store)
-                report = _report(ending, child)
+                logs = [child.stdout.kept(), child.stderr.kept()]
+                report = _report(ending, child) | {"log_sizes": [len(log) for log in logs]}
                 header = {**report, "id": request.id, "outputs": found, "refused": refused}
-                host.answer(header, store.size)
+                host.answer(header, store.size + sum(report["log_sizes"]))
                 store.send_to(host.target)
+                streams.write_all(host.target, b"".join(logs))
 
 
 def _watch(request: Command, case: Case, children: list[Child], source: int) -> str:
@@ -103,7 +107,11 @@ def _become_program(request: Command, folder: str) -> NoReturn:
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     argv = [part.replace(_CASE, folder) for part in request.argv]
-    os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell is the point
+    try:
+        os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell is the point
+    except OSError as error:
+        os.write(process.SETUP, str(error).encode())
+        os._exit(127)
 
 
 def _copy(source: int, name: str, size: int) -> None:
@@ -146,7 +154,10 @@ def _read_outputs(
 ) -> tuple[list[tuple[str, int]], list[tuple[str, str]]]:
     found: list[tuple[str, int]] = []
     refused: list[tuple[str, str]] = []
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:  # where it has no user of its own, the program can replace its folder
+        return [], [(name, str(error)) for name in request.outputs]
     left = request.max_output_bytes
     for name in request.outputs:
         try:
@@ -181,11 +192,15 @@ def _report(ending: str, child: Child) -> dict[str, Any]:
         "ending": ending_of(ending, child),
         "exit_code": None if ending == "timeout" else child.exit_code,
         "duration_s": child.ended_at - child.started_at,
-        "stdout": child.stdout.text(),
-        "stderr": child.stderr.text(),
         "truncated": child.stdout.truncated or child.stderr.truncated,
         "peak_bytes": child.peak_bytes,
+        "out_of_memory": child.out_of_memory or _could_not_allocate(child),
     }
+
+
+def _could_not_allocate(child: Child) -> bool:
+    # What the C++ runtime prints before it aborts a program that is over its own limit.
+    return child.exit_code == -signal.SIGABRT and "instance of 'std::bad_alloc'" in child.stderr.text()
 
 
 def ending_of(watched: str, child: Child) -> str:

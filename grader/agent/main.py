@@ -6,7 +6,7 @@ Until the first request for ranks (or `warm`) only the standard library is loade
 under user ids from FIRST on, a different one for every program and rank; without, under the agent's own.
 
 Requests: `warm`, `run_command`, `run_ranks` (followed by one `rank_inputs` a rank). Answers: `ready` at the start,
-`warmed`, `command_finished`, `ranks_finished`, `failed`.
+`warmed`, `command_finished` or `not_started`, `ranks_finished`; `failed` with what broke, at the end.
 """
 
 import argparse

@@ -214,6 +214,16 @@ def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
+def kills_for_memory() -> int:
+    """Return how many processes the kernel has killed so far because this sandbox's memory was used up."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError):
+            for line in read_file(path).decode("ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
 def threads_of(pid: int) -> list[int]:
     """Return the ids of a process's threads.
 

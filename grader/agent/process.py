@@ -30,6 +30,7 @@ class Child:
         status: As `os.waitpid` gives it, once it has ended.
         peak_bytes: The most memory that was resident at once, once it has ended.
         killed_by_us: It had not ended by itself when the case was over.
+        kills_before: How many processes had been killed for memory when it started.
         ended: Nothing that it started lives any more, and all that it sent has been taken.
     """
 
@@ -49,6 +50,7 @@ class Child:
     peak_bytes: int = 0
     ended: bool = False
     killed_by_us: bool = False
+    kills_before: int = field(default_factory=privileges.kills_for_memory)
 
     @property
     def running(self) -> bool:
@@ -59,6 +61,12 @@ class Child:
     def exit_code(self) -> int | None:
         """Its own exit code, or minus the signal's number, or None while it runs."""
         return None if self.status is None else os.waitstatus_to_exitcode(self.status)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the kernel killed it because the sandbox's memory was used up. To be asked once it has ended."""
+        killed = self.exit_code == -signal.SIGKILL and not self.killed_by_us
+        return killed and privileges.kills_for_memory() > self.kills_before
 
     def collect(self) -> None:
         """Note how it ended. Blocks until it has."""

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import importlib.util
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from grader import wire
-from grader.agent import process, streams
+from grader.agent import privileges, process, streams
 from grader.agent.group import Recorder, install
 from grader.agent.ranks import HANG_SIGNAL
-from grader.agent.waiting import Slot
+from grader.agent.waiting import Slot, describe
 
 _SHOWN_FRAMES = 8
 _SHOWN_MESSAGE = 2000
@@ -75,8 +76,12 @@ def run(job: Job, rank: int, slot: Slot) -> NoReturn:
     code = 1
     try:
         code, frame = _guarded(lambda: _call_harness(job, context, inputs), recorder, job)
-        slot.write({"state": "finished"})
         streams.write_all(process.RESULT, frame)
+        os.close(process.RESULT)
+        if code == 0:
+            slot.write({"state": "finished"})
+            while True:
+                signal.pause()  # until the agent ends the case: a peer may still need this rank's connections
     finally:
         os._exit(code)  # nothing that student code has registered for the end of the process may run
 
@@ -116,12 +121,21 @@ def _call_harness(job: Job, context: RankContext, inputs: Mapping[str, torch.Ten
     harness = importlib.util.module_from_spec(specification)
     sys.modules["harness"] = harness
     specification.loader.exec_module(harness)
+    base_bytes = _resident_bytes()
     function: Callable[..., object] = getattr(harness, job.function)
     started = time.perf_counter()
     tensors = function(context, dict(inputs), job.arguments)
-    metrics = {"bytes_sent": context.bytes_sent(), "seconds": time.perf_counter() - started}
+    metrics = {
+        "bytes_sent": context.bytes_sent(),
+        "seconds": time.perf_counter() - started,
+        "base_bytes": base_bytes,
+    }
     header = {"status": "ok", "values": context.values, "metrics": metrics}
     return wire.encode(wire.Frame(header, safetensors.torch.save(_plain_tensors(tensors))))
+
+
+def _resident_bytes() -> int:
+    return int(privileges.read_file("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _plain_tensors(tensors: object) -> dict[str, torch.Tensor]:
@@ -145,7 +159,7 @@ def _guarded(call: Callable[[], bytes], recorder: Recorder, job: Job) -> tuple[i
     except BaseException as error:  # noqa: BLE001 - the edge of the rank: whatever student code raises is its result
         code, frame = 1, wire.encode(wire.Frame(_error_header(error, recorder, job)))
         with contextlib.suppress(OSError, ValueError):
-            traceback.print_exception(error, file=stderr)
+            stderr.write(_trimmed_traceback(error, job))
     with contextlib.suppress(OSError, ValueError):  # the student may have closed them
         stdout.flush()
         stderr.flush()
@@ -160,10 +174,10 @@ def _error_header(error: BaseException, recorder: Recorder, job: Job) -> dict[st
         "message": _message(error),
         "frames": _student_frames(error, job),
         "out_of_memory": isinstance(error, MemoryError) or "can't allocate memory" in _message(error),
-        "communication": None,
+        "communication": "",
     }
     if recorder.failed is not None and _caused_by(error, recorder.failed[0]):
-        header["communication"] = recorder.failed[1]
+        header["communication"] = describe({**recorder.failed[1], "state": "waiting"})
     return header
 
 
@@ -172,6 +186,18 @@ def _message(error: BaseException) -> str:
         return str(error)[:_SHOWN_MESSAGE]
     except BaseException:  # noqa: BLE001 - student code may define how its error is printed
         return ""
+
+
+def _trimmed_traceback(error: BaseException, job: Job) -> str:
+    """Return the traceback as it would look if the student's files were all there is, in the student's paths."""
+    whole = traceback.TracebackException.from_exception(error)
+    pending = [whole]
+    while pending:
+        one = pending.pop()
+        kept = [frame for frame in one.stack if frame.filename.startswith(job.submission + "/")]
+        one.stack = traceback.StackSummary.from_list(kept)
+        pending += [other for other in (one.__cause__, one.__context__) if other is not None]
+    return "".join(whole.format()).replace(job.submission + "/", "")
 
 
 def _caused_by(error: BaseException, root: BaseException) -> bool:

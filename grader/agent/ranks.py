@@ -68,10 +68,19 @@ class Ranks:
             return "result_too_large"
         if self.first_failure is None:
             self._look_for_failure()
+        busy = [rank for rank, child in enumerate(self.children) if child.running and not self.finished(rank)]
         if self.first_failure is not None:
-            return "failed" if time.monotonic() - self._failed_at > _GRACE_S else ""
-        living = [(c.pid, slot) for c, slot in zip(self.children, self.slots, strict=True) if c.running]
-        return "deadlock" if self._standstill.seen(living) else ""
+            return "failed" if not busy or time.monotonic() - self._failed_at > _GRACE_S else ""
+        if not busy:
+            return "finished"
+        return "deadlock" if self._standstill.seen([self._observed(rank) for rank in busy]) else ""
+
+    def finished(self, rank: int) -> bool:
+        """Whether a rank says that its result is written; it then stays until the case is over."""
+        return self.slots[rank].read().get("state") == "finished"
+
+    def _observed(self, rank: int) -> tuple[int, Slot]:
+        return self.children[rank].pid, self.slots[rank]
 
     def _look_for_failure(self) -> None:
         ended = [(c.ended_at, rank) for rank, c in enumerate(self.children) if not c.running and _failed(c)]
@@ -173,35 +182,37 @@ def _send(request: Request, ranks: Ranks, ending: str, host: Host) -> None:
     for child in ranks.children:
         if child.setup_log.total:
             raise SandboxError(f"a rank could not be started: {child.setup_log.text()}")
-    if ending == "finished" and any(_failed(child) for child in ranks.children):
-        ending = "failed"
-    sizes = [0 if child.result.overflowed else child.result.size for child in ranks.children]
+    stores = [child.result for child in ranks.children if not child.result.overflowed]
+    logs = [child.stdout.kept() for child in ranks.children] + [c.stderr.kept() for c in ranks.children]
     header = {
         "kind": "ranks_finished",
         "id": request.id,
         "ending": ending,
         "first_failure": ranks.first_failure,
-        "ranks": [_report(ranks, rank, ending) for rank in range(len(ranks.children))],
-        "sizes": sizes,
+        "ranks": [_report(ranks, rank) for rank in range(len(ranks.children))],
     }
-    host.answer(header, sum(sizes))
-    for child in ranks.children:
-        if not child.result.overflowed:
-            child.result.send_to(host.target)
+    host.answer(header, sum(store.size for store in stores) + sum(len(log) for log in logs))
+    for store in stores:
+        store.send_to(host.target)
+    streams.write_all(host.target, b"".join(logs))
 
 
-def _report(ranks: Ranks, rank: int, ending: str) -> dict[str, Any]:
+def _report(ranks: Ranks, rank: int) -> dict[str, Any]:
     child = ranks.children[rank]
-    unfinished = ending in {"timeout", "deadlock", "failed"} and child.killed_by_us
+    how, exit_code = ending_of("", child), child.exit_code
+    if child.killed_by_us:
+        how, exit_code = ("exited", 0) if ranks.finished(rank) else ("ended", None)
     return {
         "rank": rank,
-        "ending": "ended" if unfinished else ending_of("", child),
-        "exit_code": None if unfinished else child.exit_code,
+        "ending": how,
+        "exit_code": exit_code,
         "duration_s": child.ended_at - child.started_at,
-        "stdout": child.stdout.text(),
-        "stderr": child.stderr.text(),
+        "result_bytes": 0 if child.result.overflowed else child.result.size,
+        "stdout_bytes": len(child.stdout.kept()),
+        "stderr_bytes": len(child.stderr.kept()),
         "truncated": child.stdout.truncated or child.stderr.truncated,
         "peak_bytes": child.peak_bytes,
+        "out_of_memory": child.out_of_memory,
         "waiting_for": ranks.waited_for[rank],
         "too_large": child.result.overflowed,
     }

@@ -63,16 +63,17 @@ class Log:
         """Whether something was dropped."""
         return self.total > self.cap
 
-    def text(self) -> str:
+    def kept(self) -> bytes:
         """Return what is kept; a line in the middle says how much was dropped."""
         if not self.truncated:
-            return (self._head + self._tail).decode("utf-8", "replace")
-        tail = self._tail[-(self.cap // 2) :] if self.cap // 2 else bytearray()
-        dropped = self.total - len(self._head) - len(tail)
-        return (
-            f"{self._head.decode('utf-8', 'replace')}\n"
-            f"[... {dropped} bytes left out ...]\n{tail.decode('utf-8', 'replace')}"
-        )
+            return bytes(self._head + self._tail)
+        tail = self._tail[len(self._tail) - self.cap // 2 :]
+        mark = f"\n[... {self.total - len(self._head) - len(tail)} bytes left out ...]\n"
+        return bytes(self._head + mark.encode() + tail)
+
+    def text(self) -> str:
+        """Return what is kept, decoded."""
+        return self.kept().decode("utf-8", "replace")
 
 
 @dataclass(slots=True)

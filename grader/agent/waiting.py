@@ -98,7 +98,7 @@ class Standstill:
     def seen(self, ranks: Sequence[tuple[int, Slot]]) -> bool:
         """Take a sample of the living ranks (process id and slot). True once they have stood still long enough."""
         notes = tuple((pid, slot.sequence()) for pid, slot in ranks)
-        waiting = bool(ranks) and all(slot.read().get("state") == "waiting" for _, slot in ranks)
+        waiting = all(slot.read().get("state") == "waiting" for _, slot in ranks)
         ticks = sum(_processor_ticks(pid) for pid, _ in ranks) if waiting else 0
         moved = notes != self._before or ticks - self._ticks > _QUIET_TICKS
         if not waiting or moved or any(_runs(pid) for pid, _ in ranks):
