@@ -9,6 +9,7 @@ from typing import Any
 MAX_MESSAGE = 2_000
 MAX_VALUE = 500
 MAX_ENTRIES = 64
+_MAX_READ = 200_000  # longer text is cut before it is looked at
 _WORKFLOW_COMMAND = re.compile(r"(?m)^(\s*):(?=:)|#(?=#\[)")
 _TERMINAL_ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[ -/]*[0-~])"
@@ -48,7 +49,7 @@ def sanitise(text: str, limit: int = MAX_MESSAGE) -> str:
     workflow commands of a CI service (`::error::`, `##[error]`) are broken by a space; what is over `limit`
     characters is cut from the middle, with a mark that says how much.
     """
-    text = _TERMINAL_ESCAPE.sub("", text[: limit * 20]).replace("\r\n", "\n").replace("\r", "\n")
+    text = _TERMINAL_ESCAPE.sub("", _cut(text, _MAX_READ)).replace("\r\n", "\n").replace("\r", "\n")
     kept = "".join(c for c in text if c in "\n\t" or not unicodedata.category(c).startswith("C"))
     return _cut(_WORKFLOW_COMMAND.sub(lambda found: found.group(0) + " ", kept), limit)
 

@@ -11,7 +11,7 @@ from grader.assignment.manifest import CheckSpec, ItemSpec
 from grader.judge.context import CheckResult, Device, device_of
 from grader.judge.failure import CheckFailure, plain, sanitise
 from grader.record import Check, CheckStatus
-from grader.tracks.agent import SubmissionFailure
+from grader.tracks.messages import SubmissionFailure
 
 _STUDENTS = frozenset(
     {

@@ -158,7 +158,7 @@ class _Writer:
                 append(self._path, CheckResult.model_validate_json(str(value)))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)  # so that every test can be made several items by its marks
 def _claimed(request: pytest.FixtureRequest) -> Any:
     return getattr(request, "param", None)
 
