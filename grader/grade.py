@@ -126,9 +126,7 @@ def _needs_commit(link: url.Link, mirrors: Mirrors) -> GraderError:
     )
 
 
-def _grade_one(
-    request: Request, settings: Settings, source: _Source, manifest: Manifest, watch: Stopwatch
-) -> Grading:
+def _grade_one(request: Request, settings: Settings, source: _Source, manifest: Manifest, watch: Stopwatch) -> Grading:
     image = _image(request.runner, manifest)
     cache = ResultCache(settings.cache / "results")
     key = _key(request, settings, source, manifest, image)

@@ -16,15 +16,15 @@ from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-import docker
 import docker.errors
 import docker.types
 import requests
 from docker.utils.socket import frames_iter
 
+import docker
 from grader.errors import SandboxError
 from grader.sandbox import owner
-from grader.sandbox.base import Ending, Finished, Limits, Specification
+from grader.sandbox.base import Ending, Finished, Specification
 from grader.sandbox.logs import Log
 
 ROOT = PurePosixPath("/work")
