@@ -58,10 +58,7 @@ class Outcome:
 
     def number(self, name: str) -> int | None:
         """Return an output of one whole number, or None where it is no such thing."""
-        tensor = self.tensors.get(name)
-        if tensor is None or tensor.numel() != 1 or tensor.is_floating_point():
-            return None
-        return int(tensor)
+        return _whole(self.tensors.get(name))
 
     @property
     def reason(self) -> str:
@@ -97,8 +94,12 @@ def run(
 def _outcome(case: str, outputs: Mapping[str, Tensor]) -> Outcome:
     own = {name.removeprefix(f"{case}/"): tensor for name, tensor in outputs.items() if name.startswith(f"{case}/")}
     status, printed, log = (own.pop(name, None) for name in ("status", "stdout", "stderr"))
-    code = int(status) if status is not None and status.numel() == 1 else 1
-    return Outcome(case, code, own, _bytes(printed), _bytes(log).decode("utf-8", "replace"))
+    code = _whole(status)
+    return Outcome(case, 1 if code is None else code, own, _bytes(printed), _bytes(log).decode("utf-8", "replace"))
+
+
+def _whole(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.numel() != 1 or tensor.dtype != torch.int64 else int(tensor)
 
 
 def _bytes(tensor: Tensor | None) -> bytes:
@@ -170,6 +171,11 @@ def crash(outcome: Outcome) -> SubmissionFailure:
     after = f" after it had handed back {' and '.join(kept)}" if kept else ""
     said = f": {outcome.reason}" if outcome.reason else ""
     return SubmissionFailure("crashed", f"case {outcome.case} was ended by {how}{after}{said}", details)
+
+
+def bytes_of(outcome: Outcome, name: str) -> bytes:
+    """Return an output of bytes; none where it is no such thing."""
+    return _bytes(outcome.get(name))
 
 
 def require_filled_in(outcome: Outcome, task: Task, names: Sequence[str]) -> None:
