@@ -20,6 +20,7 @@ _ALARM = -14
 _LOG_CHARACTERS = 1_500
 _LOG_PREFIX = re.compile(r"^[IWEF]\d{8} [\d:.]+\s+\d+\s+")
 _FRAMES_OR_PREFIXES = re.compile(r"^(\s*@\s|\*\*\*|WARNING: Logging before)")
+_TELLING = ("check failed", "what():", "uncaught exception")
 _MISSING_KERNEL = "kernel not found"
 
 Device = str  # `cpu` or `cuda`
@@ -64,7 +65,7 @@ class Outcome:
     def reason(self) -> str:
         """The line of the log that says why it ended: what a failed CHECK printed, not the stack below it."""
         lines = [line for line in self.log.splitlines() if line.strip() and not _FRAMES_OR_PREFIXES.match(line)]
-        told = [line for line in lines if "check failed" in line.lower() or "what():" in line]
+        told = [line for line in lines if any(sign in line.lower() for sign in _TELLING)]
         return _LOG_PREFIX.sub("", (told or lines or [""])[0]).strip()
 
 

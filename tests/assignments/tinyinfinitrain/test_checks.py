@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+import assignments
 from assignments.tinyinfinitrain.tests import (
     test_adam,
     test_dispatcher,
@@ -22,6 +24,7 @@ from grader.tracks.agent import SubmissionFailure
 from tests.assignments.tinyinfinitrain import student
 from tests.assignments.tinyinfinitrain.student import Student
 
+FOLDER = Path(next(iter(assignments.__path__))) / "tinyinfinitrain"
 CHECKS: dict[str, Callable[..., None]] = {
     "neg": test_elementwise.test_neg_and_its_gradient_change_the_sign,
     "matmul_2d": test_matmul.test_matrix_product_and_gradients,
@@ -175,3 +178,18 @@ def test_odd_outputs_are_the_students_failure_and_never_ours(check: str, odd: st
     status, message = judge_student(check, Odd())
     assert status in {"failed", "crashed", "timeout", "skipped"}
     assert message
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_a_check_asks_for_is_in_the_programs(check: str) -> None:
+    asked: set[tuple[str, str]] = set()
+
+    class Noted(Student):
+        def probe(self, name: str, inputs: student.Inputs, arguments: dict[str, str]) -> dict[str, torch.Tensor]:
+            asked.add((name, arguments["probe"]))
+            return super().probe(name, inputs, arguments)
+
+    judge_student(check, Noted())
+    assert asked
+    for name, probe in asked:
+        assert f'{{"{probe}", ' in (FOLDER / "probes" / f"{name}.cc").read_text(encoding="utf-8")
