@@ -94,6 +94,17 @@ def digest(reference: str) -> str:
         return str(api.inspect_image(reference)["Id"])
 
 
+def engine_version() -> str:
+    """Return the engine's name and version.
+
+    Raises:
+        InfrastructureError: It does not answer.
+    """
+    with _engine() as api:
+        found = api.version()
+    return f"{found['Version']} (API {found['ApiVersion']}), {found['Os']}/{found['Arch']}"
+
+
 def ensure(name: Name, say: Say, base: str = "") -> str:
     """Build an image unless it is here, and return its tag.
 

@@ -1,1 +1,1 @@
-"""A commit URL in, an exported and checked workspace out."""
+"""Intake: from what a person pasted to the files that are graded."""

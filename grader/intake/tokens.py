@@ -1,11 +1,11 @@
-"""Whether two versions of a file differ in more than layout and comments, and where. Lexed with the Pygments library."""
+"""Whether two versions of a file differ in more than layout and comments, and where. Lexed with Pygments."""
 
 from functools import cache
 from pathlib import PurePosixPath
 
 from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_for_filename
-from pygments.token import Comment, Token, Whitespace
+from pygments.token import _TokenType
 from pygments.util import ClassNotFound
 
 
@@ -35,9 +35,8 @@ def _tokens(path: str, content: bytes) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     line, at_start = 1, True
     for kind, value in lexer.get_tokens(text):
-        is_space = kind in Whitespace or kind is Token.Text or (kind in Token.Text and not value.strip())
-        if not (kind in Comment and kind not in Comment.Preproc and kind not in Comment.PreprocFile):
-            if not is_space:
+        if _matters(kind):
+            if value.strip():
                 found += [(line, word) for word in value.split()]
                 at_start = False
             elif keeps_indent and at_start and value.strip("\n"):
@@ -46,6 +45,12 @@ def _tokens(path: str, content: bytes) -> list[tuple[int, str]]:
             line += value.count("\n")
             at_start = True
     return found
+
+
+def _matters(kind: _TokenType) -> bool:
+    """Whether a token is more than a comment; what a C++ preprocessor reads is lexed as a kind of comment."""
+    family = str(kind)
+    return not family.startswith("Token.Comment") or family.startswith("Token.Comment.Preproc")
 
 
 @cache

@@ -4,7 +4,6 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from posixpath import normpath
 from typing import Literal
 
 import pathspec
@@ -54,13 +53,13 @@ def detect(paths: Collection[str], manifests: Mapping[str, Manifest]) -> tuple[s
 
 
 def originals(manifest: Manifest, mirror: Mirror, commit: str) -> dict[str, bytes]:
-    """Return the original files that a manifest exports or overlays.
+    """Return the original files that a manifest exports.
 
     Raises:
         SourceError: The origin does not hand them out.
     """
-    takes, overlays = _spec(manifest.policy.export), _spec(manifest.policy.overlay)
-    paths = [e.path for e in mirror.listing(commit) if takes.match_file(e.path) or overlays.match_file(e.path)]
+    takes = _spec(manifest.policy.export)
+    paths = [entry.path for entry in mirror.listing(commit) if takes.match_file(entry.path)]
     return mirror.read(commit, paths)
 
 
@@ -110,47 +109,35 @@ def read_tree(folder: Path) -> dict[str, bytes]:
 def overlay(
     manifest: Manifest, files: Mapping[str, bytes], original: Mapping[str, bytes] | None, given: Mapping[str, bytes]
 ) -> Workspace:
-    """Replace what is not the student's to edit by the originals, and say what was edited there.
+    """Replace what is not the student's to decide, tests and given files, and say what was edited elsewhere.
 
-    A file outside `editable` without an original is left out where originals are known, else kept.
+    What a manifest neither overlays nor gives is kept as the student has it: some had to change a header or the build
+    file for their compiler. Such an edit is reported and costs nothing.
     """
-    takes, editable, covered = (
-        _spec(manifest.policy.export), _spec(manifest.policy.editable), _spec(manifest.policy.overlay)
-    )  # fmt: skip
-    kept = {path: content for path, content in files.items() if takes.match_file(path)}
-    replaced: dict[str, bytes] = {**(original or {}), **given}
-    result: dict[str, bytes] = {}
-    own: set[str] = set()
-    edited: list[tuple[str, int | None]] = []
-    added: list[str] = []
-    for path, content in kept.items():
-        is_own = editable.match_file(path) and not covered.match_file(path) and path not in given
-        if is_own:
-            result[path] = content
-            own.add(path)
-        elif path in replaced:
-            if content != replaced[path]:
-                edited.append((path, first_difference(path, content, replaced[path])))
-        elif original is None and not covered.match_file(path):
-            result[path] = content
-            own.add(path)
-        else:
-            added.append(path)
-    for path, content in replaced.items():
-        if path not in own and (path in given or not editable.match_file(path) or covered.match_file(path)):
-            result[path] = content
-    findings = [*_edit_findings(edited), *_added_findings(added), *_layout_findings(result, own, original or {})]
-    findings += [_lfs_finding(path) for path in sorted(own) if result[path].startswith(_LFS)]
-    return Workspace(result, tuple(findings), frozenset(own))
+    policy = manifest.policy
+    takes, editable, covered = _spec(policy.export), _spec(policy.editable), _spec(policy.overlay)
+    replaced = {path: data for path, data in (original or {}).items() if covered.match_file(path)} | dict(given)
+    own = {
+        path: data
+        for path, data in files.items()
+        if takes.match_file(path) and path not in given and not (original is not None and covered.match_file(path))
+    }
+    findings = _replaced_findings(files, replaced)
+    findings += _added_findings(
+        sorted(p for p in files if covered.match_file(p) and p not in replaced and p not in own)
+    )
+    findings += _kept_findings(own, editable, original or {})
+    findings += [_lfs_finding(path) for path in sorted(own) if own[path].startswith(_LFS)]
+    return Workspace({**own, **replaced}, tuple(findings), frozenset(own))
 
 
 def _wanted(policy: Policy, usable: Mapping[str, Entry]) -> tuple[dict[str, str], list[Finding]]:
     """Return the object of each file to take; a symlink inside the tree counts as the file it leads to."""
-    takes, overlays = _spec(policy.export), _spec(policy.overlay)
+    takes = _spec(policy.export)
     wanted: dict[str, str] = {}
     findings = []
     for path, entry in usable.items():
-        if not takes.match_file(path) and not overlays.match_file(path):
+        if not takes.match_file(path):
             continue
         if entry.kind is Kind.FILE:
             wanted[path] = entry.object_id
@@ -213,46 +200,48 @@ def _name_findings(entries: Iterable[Entry]) -> list[Finding]:
     return findings
 
 
-def _edit_findings(edited: Iterable[tuple[str, int | None]]) -> list[Finding]:
-    return [
-        Finding("edit", "info", path, None, "differs in layout or comments alone; harmless, graded with the original")
-        if line is None
-        else Finding("edit", "warning", path, line, "is not to be edited; graded with the original")
-        for path, line in edited
+def _replaced_findings(files: Mapping[str, bytes], replaced: Mapping[str, bytes]) -> list[Finding]:
+    """Say which of the replaced files the student had changed; what differs in layout alone takes one line together."""
+    changed = {path: first_difference(path, files[path], replaced[path]) for path in sorted(replaced) if path in files}
+    edited = [(path, line) for path, line in changed.items() if line is not None]
+    harmless = [path for path, line in changed.items() if line is None and files[path] != replaced[path]]
+    findings = [
+        Finding("edit", "warning", path, line, "is not to be edited: graded with the original") for path, line in edited
     ]
+    return findings + _together("layout", harmless, "differ in layout or comments alone, harmless")
 
 
 def _added_findings(added: list[str]) -> list[Finding]:
-    if not added:
-        return []
-    shown = ", ".join(sorted(added)[:_SHOWN]) + (f" and {len(added) - _SHOWN} more" if len(added) > _SHOWN else "")
-    return [Finding("added", "info", "", None, f"files that are no part of the assignment are left out: {shown}")]
+    return _together("added", added, "stand where only the original files count, and are left out")
 
 
-def _layout_findings(files: Mapping[str, bytes], own: Collection[str], original: Mapping[str, bytes]) -> list[Finding]:
-    """Say in one line that files differ in layout alone: a formatter goes over the whole tree."""
-    same = [
-        path
-        for path in sorted(own)
-        if path in original
-        and files[path] != original[path]
-        and first_difference(path, files[path], original[path]) is None
-    ]
-    if not same:
+def _kept_findings(
+    own: Mapping[str, bytes], editable: pathspec.GitIgnoreSpec, original: Mapping[str, bytes]
+) -> list[Finding]:
+    """Say what was edited outside the task: kept, for it may have been needed, but somebody should look at it."""
+    findings, harmless = [], []
+    for path in sorted(own):
+        if path not in original or own[path] == original[path]:
+            continue
+        line = first_difference(path, own[path], original[path])
+        if line is None:
+            harmless.append(path)
+        elif not editable.match_file(path):
+            findings.append(Finding("edit", "info", path, line, "is edited outside the task; graded as it is"))
+    return findings + _together("layout", harmless, "differ in layout or comments alone, harmless")
+
+
+def _together(kind: str, paths: list[str], message: str) -> list[Finding]:
+    """Return one finding for many files: a formatter goes over the whole tree."""
+    if not paths:
         return []
-    shown = ", ".join(same[:_SHOWN]) + (f" and {len(same) - _SHOWN} more" if len(same) > _SHOWN else "")
-    return [Finding("layout", "info", "", None, f"differ in layout or comments alone, harmless: {shown}")]
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return [Finding(kind, "info", "", None, f"{message}: {', '.join(paths[:_SHOWN])}{more}")]
 
 
 def _lfs_finding(path: str) -> Finding:
     return Finding("lfs", "warning", path, None, "is a pointer to Git LFS, whose content is not fetched")
 
 
-def _spec(patterns: tuple[str, ...]) -> pathspec.PathSpec:
-    return pathspec.PathSpec.from_lines("gitwildmatch", patterns)
-
-
-def resolve_link(path: str, target: str) -> str | None:
-    """Return where a relative symbolic link leads inside the tree, or None where it leads out."""
-    place = normpath(f"{PurePosixPath(path).parent}/{target}")
-    return None if target.startswith("/") or place.startswith("..") else place
+def _spec(patterns: tuple[str, ...]) -> pathspec.GitIgnoreSpec:
+    return pathspec.GitIgnoreSpec.from_lines(patterns)

@@ -273,7 +273,7 @@ class DockerSandbox:
         for _, data in self._guard_frames:
             text += data
             if text.endswith(b"\n"):
-                return text.decode().strip()
+                return str(text.decode().strip())
         raise SandboxError("the container ended by itself", "see the engine's log; retry")
 
     def _run(

@@ -186,7 +186,7 @@ class LocalSandbox:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 bufsize=0,
-                preexec_fn=lambda: _limit(limits),
+                preexec_fn=lambda: _limit(limits),  # noqa: PLW1509 - it makes system calls and takes no lock
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise SandboxError(

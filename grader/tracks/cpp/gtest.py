@@ -69,7 +69,8 @@ def _judge(case: str, finished: CommandFinished) -> None:
     report = _report(finished.outputs.get(_RESULT), case)
     if report is None:
         fatal = _FATAL.search(finished.stderr)
-        how = f"signal {-finished.exit_code}" if (finished.exit_code or 0) < 0 else f"exit code {finished.exit_code}"
+        code = finished.exit_code or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
         because = f": {fatal[1]}" if fatal else ""
         raise SubmissionFailure("crashed", f"{case} ended before googletest could report, with {how}{because}", log)
     failures = [str(each.get("failure", "")).strip() for each in report.get("failures", ())][:_MOST_FAILURES]
