@@ -7,6 +7,7 @@ ever unpickled, and every length is checked against a cap before a byte of it is
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,9 +41,18 @@ def encode(frame: Frame) -> bytes:
     Raises:
         WireError: The header or the payload exceeds its cap.
     """
-    header = json.dumps(frame.header, separators=(",", ":"), allow_nan=False).encode()
-    _check_lengths(len(header), len(frame.payload), MAX_PAYLOAD_BYTES)
-    return _PREFIX.pack(MAGIC, len(header), len(frame.payload)) + header + frame.payload
+    return encode_header(frame.header, len(frame.payload)) + frame.payload
+
+
+def encode_header(header: Mapping[str, Any], payload_bytes: int) -> bytes:
+    """Return the bytes of a frame up to its payload, for a payload that is sent by other means.
+
+    Raises:
+        WireError: The header or the payload exceeds its cap.
+    """
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    _check_lengths(len(text), payload_bytes, MAX_PAYLOAD_BYTES)
+    return _PREFIX.pack(MAGIC, len(text), payload_bytes) + text
 
 
 def read(stream: Reader, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | None:
@@ -51,6 +61,21 @@ def read(stream: Reader, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | 
     Raises:
         WireError: Wrong magic, a length over its cap, a truncated frame, or a header that is no JSON object.
     """
+    announced = read_header(stream, max_payload_bytes)
+    if announced is None:
+        return None
+    header, payload_bytes = announced
+    return Frame(header, _read_exactly(stream, payload_bytes))
+
+
+def read_header(stream: Reader, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[dict[str, Any], int] | None:
+    """Read a frame's header and its payload's length, and leave the payload in the stream.
+
+    With an unbuffered stream the payload can then be moved on without being read into this process.
+
+    Raises:
+        WireError: As `read`.
+    """
     prefix = _read_exactly(stream, _PREFIX.size, allow_end=True)
     if not prefix:
         return None
@@ -58,8 +83,7 @@ def read(stream: Reader, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | 
     if magic != MAGIC:
         raise WireError(f"a frame begins with {magic!r}, expected {MAGIC!r}")
     _check_lengths(header_bytes, payload_bytes, max_payload_bytes)
-    header = _parse_header(_read_exactly(stream, header_bytes))
-    return Frame(header, _read_exactly(stream, payload_bytes))
+    return _parse_header(_read_exactly(stream, header_bytes)), payload_bytes
 
 
 def _check_lengths(header_bytes: int, payload_bytes: int, max_payload_bytes: int) -> None:

@@ -71,14 +71,16 @@ class CheckSpec(_Model):
 
     Attributes:
         advice: A check that teaches and never costs a point.
+        device: Where it runs. Where an item has checks on both and the runner has CUDA, those on CUDA decide.
     """
 
     id: str
     title: Text
-    weight: float = 1.0
+    weight: float = Field(default=1.0, gt=0)
     visibility: Literal["public", "hidden"] = "public"
     hint: Text | None = None
     advice: bool = False
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 class ItemSpec(_Model):

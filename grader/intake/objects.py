@@ -19,11 +19,11 @@ class Kind(StrEnum):
     """What an entry of a tree is."""
 
     FILE = "file"
-    LINK = "link"
+    SYMLINK = "symlink"
     SUBMODULE = "submodule"
 
 
-_KINDS = {"120000": Kind.LINK, "160000": Kind.SUBMODULE}
+_KINDS = {"120000": Kind.SYMLINK, "160000": Kind.SUBMODULE}
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,19 +191,31 @@ class Mirror:
             return operation()
 
     def _rebuild(self) -> None:
-        """Make the mirror aside, and put it in its place only when it is whole."""
+        """Make the mirror aside, and put it in its place only when it is whole.
+
+        Of what was pinned, that is kept which something still leads to.
+        """
         place = self._git.git_dir
         for left_over in place.parent.glob(f"{place.name}.*.part"):
             shutil.rmtree(left_over, ignore_errors=True)
+        pins = self._pins()
         made, old = (Path(tempfile.mkdtemp(prefix=f"{place.name}.", suffix=".part", dir=place.parent)) for _ in "12")
         try:
             fetching.make(replace(self._git, git_dir=made), self.repository)
             if place.exists():
                 os.replace(place, old)
             os.replace(made, place)
+            for commit in filter(self.has, pins):
+                self._git("update-ref", f"refs/grader/{commit}", commit)
         finally:
             shutil.rmtree(made, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
+
+    def _pins(self) -> list[str]:
+        try:
+            return self._git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/grader").decode().split()
+        except GitError:  # nothing there yet, or too broken even for that
+            return []
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -1,0 +1,56 @@
+"""Which process a container belongs to, so that what a crash or a power cut leaves behind can be told and removed."""
+
+import contextlib
+import os
+from functools import cache
+from pathlib import Path
+
+import docker.errors
+import psutil
+
+import docker
+
+LABEL = "org.tinyinfinitrain.grader"
+_OWNER = f"{LABEL}.owner"
+
+
+@cache
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return str(psutil.boot_time())
+
+
+def labels(grading: str) -> dict[str, str]:
+    """Return the labels of a container that this process makes."""
+    started = psutil.Process().create_time()
+    return {LABEL: grading or "unnamed", _OWNER: f"{_boot()}:{os.getpid()}:{started}"}
+
+
+def reap() -> int:
+    """Remove every container whose owner is gone; return how many there were.
+
+    A process is its boot, number and start time together: numbers are given out again.
+    """
+    removed = 0
+    api = docker.APIClient(version="auto")
+    try:
+        for container in api.containers(all=True, filters={"label": LABEL}):
+            if not _alive(container["Labels"].get(_OWNER, "")):
+                with contextlib.suppress(docker.errors.APIError):  # somebody else removes it just now
+                    api.remove_container(container["Id"], force=True, v=True)
+                    removed += 1
+    finally:
+        api.close()
+    return removed
+
+
+def _alive(owner: str) -> bool:
+    boot, _, rest = owner.partition(":")
+    number, _, started = rest.partition(":")
+    if boot != _boot() or not number.isdecimal():
+        return False
+    try:
+        return str(psutil.Process(int(number)).create_time()) == started
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,1 @@
+"""Split the sequence from the input on: queries stay, keys and values travel."""
