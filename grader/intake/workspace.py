@@ -42,14 +42,14 @@ def detect(paths: Collection[str], manifests: Mapping[str, Manifest]) -> tuple[s
 
 
 def originals(manifest: Manifest, mirror: Mirror, commit: str) -> dict[str, bytes]:
-    """Return the original files that a manifest exports or overlays, but for those that its server lacks.
+    """Return the original files that a manifest exports, but for those that the origin's server lacks.
 
     Raises:
         SourceError: The commit cannot be read.
         InfrastructureError: Its files cannot be fetched.
     """
-    takes, covers = patterns(manifest.policy.export), patterns(manifest.policy.overlay)
-    paths = [e.path for e in mirror.listing(commit) if takes.match_file(e.path) or covers.match_file(e.path)]
+    takes = patterns(manifest.policy.export)
+    paths = [entry.path for entry in mirror.listing(commit) if takes.match_file(entry.path)]
     return mirror.read(commit, paths)
 
 
@@ -216,7 +216,7 @@ def _missing(
 
 
 def _unread_edits(exported: Exported, original: Mapping[str, bytes]) -> list[Finding]:
-    """Say which original files that are put back, but never exported, were changed: by git's names for them."""
+    """Say which original files were changed into what is not read, a link or something large: by git's names."""
     changed = [
         path
         for path, object_id in sorted(exported.object_ids.items())

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grader.record import CheckStatus, Record
+from grader.record import CheckStatus, Item, Record
 from grader.report.words import number, status_word, word
 
 _STYLE = {
@@ -37,12 +37,19 @@ def _table(record: Record, language: str) -> Table:
     table.add_column(word("status", language))
     table.add_column("", overflow="fold")
     for item in record.items:
-        bad = [check for check in item.checks if check.status is not CheckStatus.PASSED]
-        first = "\n".join(f"{check.id}: {(check.message or check.hint).split(chr(10))[0]}" for check in bad)
         table.add_row(
             Text(item.title),
             f"{number(item.earned)} / {number(item.points)}",
             Text(status_word(item.status, language), style=_STYLE.get(item.status, "red")),
-            Text(first),
+            Text(_reasons(item)),
         )
     return table
+
+
+def _reasons(item: Item) -> str:
+    """Return a line for each check that went wrong; what was not run has one line together."""
+    bad = [check for check in item.checks if check.status not in {CheckStatus.PASSED, CheckStatus.NOT_RUN}]
+    lines = [f"{check.id}: {(check.message or check.hint).split(chr(10))[0]}" for check in bad]
+    if item.status is CheckStatus.NOT_RUN and item.checks:
+        lines.append(item.checks[0].message)
+    return "\n".join(lines)
