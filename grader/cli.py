@@ -21,9 +21,10 @@ from grader import images as image_store
 from grader.assignment import manifest as manifests
 from grader.errors import GraderError, UsageError
 from grader.intake import url as links
+from grader.outcome import leave
 from grader.report import render, terminal
 from grader.settings import Settings
-from grader.store import Grading, keep_earlier_result, read_record, record_bytes, write_folder
+from grader.store import Grading, read_record
 
 Language = Literal["en", "zh"]
 _log = logging.getLogger("grader")
@@ -119,30 +120,6 @@ def submit(  # noqa: PLR0913, PLR0917 - one parameter a flag of the public contr
         console.print(Text(f"report: {folder / 'report.html'}", style="dim"))
     if any(below(grading, fail_under) for grading in gradings):
         raise SystemExit(1)
-
-
-def leave(grading: Grading, out: Path | None) -> Path:
-    """Write what `submit` leaves behind, and return the folder."""
-    record = grading.record
-    folder = out or default_folder(grading)
-    if keep_earlier_result(folder, record):
-        folder = folder.with_name(f"{folder.name}.{record.id}")
-    reports = {
-        "report.html": render(record, "html"),
-        "report.md": render(record, "md"),
-        "junit.xml": render(record, "junit"),
-    }
-    encoded = {name: text.encode() for name, text in reports.items()}
-    write_folder(folder, {**grading.files, **encoded, "record.json": record_bytes(record)})
-    return folder
-
-
-def default_folder(grading: Grading) -> Path:
-    """Return `runs/<student or repository>/<commit12>-<assignment>`, made of harmless characters only."""
-    submission = grading.record.submission
-    owner = submission.student or submission.repository.rstrip("/").rsplit("/", 2)[-2]
-    safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in owner)[:80] or "unnamed"
-    return Path("runs") / safe / f"{submission.commit[:12]}-{grading.record.assignment.id}"
 
 
 def below(grading: Grading, fail_under: float | None) -> bool:
