@@ -1,12 +1,11 @@
 """Whether an edit changes what a program says, or nothing but its layout and comments.
 
-C++ is cut into tokens by one linear scan of our own: Pygments' C++ lexer needs time exponential in the number of
-comments that end in a backslash, and what is compared here was written by strangers. Python has a tokenizer of its own.
+Programs are cut into tokens by linear scans of our own, for what is compared here was written by strangers: Pygments'
+C++ lexer needs time exponential in the number of comments that end in a backslash, and the standard library's
+`tokenize` time quadratic in the length of a line of quotes.
 """
 
-import io
 import re
-import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -46,10 +45,7 @@ def compare(path: str, original: bytes, edited: bytes) -> Edit:
     if max(len(original), len(edited)) > MAX_COMPARED_BYTES or b"\0" in original + edited:
         return Edit(Change.REAL)
     scan = _scanner(path)
-    try:
-        before, after = scan(_text(original)), scan(_text(edited))
-    except (SyntaxError, tokenize.TokenError):  # an edit may leave no Python at all
-        before, after = _lines(_text(original)), _lines(_text(edited))
+    before, after = scan(_text(original)), scan(_text(edited))
     return _difference(before, after)
 
 
@@ -168,15 +164,55 @@ def _cmake(text: str) -> list[Token]:
     return tokens
 
 
-_PYTHON_LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER})
-_PYTHON_BLOCKS = {tokenize.NEWLINE: "<newline>", tokenize.INDENT: "<indent>", tokenize.DEDENT: "<dedent>"}
+_PYTHON = re.compile(
+    r"""
+      (?P<comment> \#[^\n]* )
+    | (?P<string> [rRbBuUfF]{0,2}(?:
+          \"{3}(?:[^"\\]|\\.|"(?!""))*(?:\"{3}|\Z) | '{3}(?:[^'\\]|\\.|'(?!''))*(?:'{3}|\Z)
+        | "(?:[^"\\\n]|\\.)*"? | '(?:[^'\\\n]|\\.)*'? ) )
+    | (?P<number> \.?[0-9](?:[eE][+-]|[\w.])* )
+    | (?P<word> \w+ )
+    | (?P<splice> \\\n )
+    | (?P<newline> \n )
+    | (?P<space> [ \t\f\v]+ )
+    | (?P<operator> \*\*=? | //=? | <<=? | >>=? | -> | := | \.\.\. | [-+*/%&|^@!=<>]= )
+    | (?P<other> . )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
 
 def _python(text: str) -> list[Token]:
     """Cut Python into tokens; how deep a block is indented does not matter, where it begins and ends does."""
-    pieces = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [
-        Token(_PYTHON_BLOCKS.get(piece.type, piece.string), piece.start[0])
-        for piece in pieces
-        if piece.type not in _PYTHON_LAYOUT
-    ]
+    tokens: list[Token] = []
+    levels, depth, line, width, begins = [0], 0, 1, 0, True
+    for found in _PYTHON.finditer(text):
+        kind, piece = found.lastgroup, found[0]
+        if kind == "space" and begins:
+            width += len(piece.expandtabs())
+        elif kind == "newline" and depth == 0:
+            if not begins:
+                tokens.append(Token("<newline>", line))
+            width, begins = 0, True
+        elif kind not in _SILENT:
+            if begins:
+                tokens.extend(Token(step, line) for step in _steps(levels, width))
+                begins = False
+            depth = max(0, depth + (piece in _OPENING) - (piece in _CLOSING))
+            tokens.append(Token(piece, line))
+        line += piece.count("\n")
+    return tokens if begins else [*tokens, Token("<newline>", line)]
+
+
+_OPENING = frozenset("([{")
+_CLOSING = frozenset(")]}")
+
+
+def _steps(levels: list[int], width: int) -> Iterator[str]:
+    """Yield the blocks that begin or end where a line is indented by `width` columns, and keep count of them."""
+    while width < levels[-1]:
+        levels.pop()
+        yield "<dedent>"
+    if width > levels[-1]:
+        levels.append(width)
+        yield "<indent>"
