@@ -21,8 +21,8 @@ class Unit:
     finds the same storage filled again when backward comes.
     """
 
-    def __init__(self, parameters: list[Parameter], group: Group, *, keep: bool) -> None:
-        self.parameters, self.group, self.keep = parameters, group, keep
+    def __init__(self, parameters: list[Parameter], group: Group) -> None:
+        self.parameters, self.group = parameters, group
         self.flat = flatten(parameters, group)
         broadcast_from_first([self.flat], group)
         self.shard = Shard(self.flat.view(group.size, -1)[group.rank].clone())

@@ -38,7 +38,8 @@ class Zero3:
 
     Args:
         module: Called as ever; hooks do the rest. Use it nowhere while `Zero3` is being made.
-        units: Submodules in the order of their forward passes, such as the blocks; the rest of the module is the root.
+        units: Submodules, such as the blocks; the rest of the module is the root. The first forward pass records
+            their order; until then the given order is taken for it.
         group: The ranks that share the parameters; they hold other tokens.
         optimizer: Makes the optimizer from this rank's shards. It must work element by element.
         find_unused: Allow parameters without gradient; in a shard theirs is zero, so weight decay applies to them.
@@ -61,9 +62,8 @@ class Zero3:
         if len(set(inside)) < len(inside):
             raise ValueError("two units share a parameter; leave shared parameters to the root, outside all units")
         rest = [parameter for parameter in module.parameters() if parameter not in set(inside)]
-        self.root = Unit(rest, group, keep=True)
-        blocks = [Unit(list(unit.parameters()), group, keep=unit is units[-1]) for unit in units]
-        self.units = [self.root, *blocks]
+        self.root = Unit(rest, group)
+        self.units = [self.root, *(Unit(list(unit.parameters()), group) for unit in units)]
         self._order = list(self.units)
         self._recording: list[Unit] = []
         self._in_flight: list[tuple[Shard, Tensor, Pending]] = []
@@ -89,13 +89,14 @@ class Zero3:
         followed = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
         if followed:
             register_multi_grad_hook(followed, partial(self._before_backward, unit), mode="any")
-        if not followed or not unit.keep:
+        kept = unit is self.root or unit is self._order[-1]  # their backward pass comes first, or needs them all along
+        if not followed or not kept:
             unit.free()
 
     def _before_backward(self, unit: Unit, *_: Any) -> None:
         unit.gather()
         position = self._recording.index(unit)
-        if position > 0:
+        if position > 0 and self._recording[position - 1] not in self._reduced:
             self._recording[position - 1].prefetch()
 
     def _arrived(self, unit: Unit, index: int, parameter: Parameter) -> None:
