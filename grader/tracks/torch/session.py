@@ -253,6 +253,8 @@ def _frame(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ended_early(report: RankReport) -> str:
+    if report.out_of_memory:
+        return f"rank {report.rank} was killed because the memory of the sandbox was used up"
     if report.exit_code is not None and report.exit_code < 0:
         return f"rank {report.rank} was killed by signal {-report.exit_code} and handed back nothing"
     return f"rank {report.rank} ended early, with exit code {report.exit_code}, and handed back nothing"

@@ -4,52 +4,32 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from grader.errors import InfrastructureError
-from grader.tracks.agent import AgentClient, ProgramLimits, SubmissionFailure
-from grader.tracks.torch.session import RankResult, Session
+from grader.sandbox.base import Specification
+from grader.tracks.agent import AgentClient
+from grader.tracks.torch.session import Session
 from tests.grader.tracks.plain import PlainSandbox
+from tests.grader.tracks.torch.calls import LIMITS, MAX_RESULT_BYTES, call, failure, open_session, student_files
 
-STUDENT = Path(__file__).parent / "student"
-MEBIBYTE = 1 << 20
 USERS = ["one user", *(["own users"] if os.geteuid() == 0 else [])]
 
 
 def start(users: str) -> Session:
-    paths = [path for path in STUDENT.rglob("*.py") if path.name != "harness.py"]
-    files = {f"submission/{path.relative_to(STUDENT)}": path.read_bytes() for path in paths}
-    files["harness.py"] = (STUDENT / "harness.py").read_bytes()
-    own = users == "own users"
-    client = AgentClient.start(PlainSandbox(), files, sys.executable, own_users=own, needs_torch=True)
-    return Session(client, ProgramLimits(memory_bytes=512 * MEBIBYTE), max_result_bytes=16 * MEBIBYTE)
+    if users == "own users":
+        client = AgentClient.start(PlainSandbox(), student_files(), sys.executable, own_users=True, needs_torch=True)
+        return Session(client, LIMITS, MAX_RESULT_BYTES)
+    return open_session("local", Specification(), sys.executable)
 
 
 @pytest.fixture(scope="module", params=USERS)
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     with start(request.param) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def session_with_own_users() -> Iterator[Session]:
-    with start("own users") as opened:
-        yield opened
-
-
-def call(session: Session, name: str, ranks: int = 2, timeout_s: float = 20.0, **options) -> tuple[RankResult, ...]:
-    inputs = [{"x": torch.full((3,), float(rank), dtype=torch.float64)} for rank in range(ranks)]
-    return session.run("call", {"name": name, "options": options}, inputs, timeout_s)
-
-
-def failure(session: Session, name: str, ranks: int = 2, timeout_s: float = 20.0, **options) -> SubmissionFailure:
-    with pytest.raises(SubmissionFailure) as raised:
-        call(session, name, ranks, timeout_s, **options)
-    return raised.value
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -247,28 +227,6 @@ def test_a_function_that_is_missing_names_it(session: Session):
     assert "no_such_behaviour" in failure(session, "no_such_behaviour").message
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change users")
-class TestOwnUsers:
-    def test_every_rank_runs_as_a_user_of_its_own(self, session_with_own_users: Session):
-        users = [result.values["user"] for result in call(session_with_own_users, "all_reduce", 4)]
-        assert len(set(users)) == 4
-        assert os.geteuid() not in users
-
-    def test_no_attack_on_the_agent_or_another_rank_works(self, session_with_own_users: Session):
-        for result in call(session_with_own_users, "attack_the_agent"):
-            assert result.values["worked"] == []
-
-    def test_a_fork_bomb_ends_with_the_case_and_the_next_case_runs(self, session_with_own_users: Session):
-        raised = failure(session_with_own_users, "bomb", timeout_s=2.0)
-        assert raised.status == "timeout"
-        assert len(call(session_with_own_users, "all_reduce")) == 2
-
-    def test_what_a_rank_leaves_where_all_may_write_is_gone_before_the_next_case(self, session_with_own_users: Session):
-        left = [result.values["pid"] for result in call(session_with_own_users, "leave_files")]
-        call(session_with_own_users, "all_reduce", 1)
-        assert not any(os.path.exists(f"{folder}/left-{pid}") for pid in left for folder in ("/tmp", "/dev/shm"))
-
-
 def test_starting_four_ranks_costs_a_fraction_of_a_second(session: Session):
     call(session, "all_reduce", 4)
     times = []
@@ -280,8 +238,10 @@ def test_starting_four_ranks_costs_a_fraction_of_a_second(session: Session):
 
 
 def test_an_agent_that_dies_is_our_failure_not_the_students():
-    with start("one user") as session:
-        session.client.warm()
-        session.client.sandbox.processes[0].kill()
+    sandbox = PlainSandbox()
+    client = AgentClient.start(sandbox, student_files(), sys.executable, own_users=False, needs_torch=True)
+    with Session(client) as session:
+        client.warm()
+        sandbox.processes[0].kill()
         with pytest.raises(InfrastructureError, match="the agent in the local sandbox failed"):
             call(session, "all_reduce")
