@@ -46,6 +46,7 @@ class Context(_Model):
         binaries_dir: What was built, a file a target (C++); None where nothing was.
         data_dir: The originals' data that official cases read at run time, if any.
         build_errors, failed_targets: What did not build, and why.
+        build_ending: `timeout` or `out_of_memory` where the build was ended before it was through.
         official: The official test files by item; an item that is missing here is graded by probes alone.
         devices: What the runner has. `cpu` is always there.
         has_data: Whether the official tests' large data files are here.
@@ -64,6 +65,7 @@ class Context(_Model):
     data_dir: Path | None = None
     build_errors: tuple[BuildError, ...] = ()
     failed_targets: tuple[str, ...] = ()
+    build_ending: Literal["finished", "timeout", "out_of_memory"] = "finished"
     official: dict[str, Official] = Field(default_factory=dict)
     devices: tuple[Device, ...] = ("cpu",)
     has_data: bool = False

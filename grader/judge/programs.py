@@ -1,37 +1,56 @@
 """A student's C++ framework as a test of the judge sees it: probes and official cases, run one by one."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
-from grader.judge.context import BuildError
+from grader.errors import InfrastructureError
+from grader.judge.context import BuildError, Context
 from grader.tracks.agent import AgentClient, ProgramLimits, SubmissionFailure
 from grader.tracks.cpp.gtest import run_case
 from grader.tracks.cpp.probe import program, run_probe
 
-_SHOWN_BUILD_ERRORS = 5
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What became of a build."""
+    """What became of a build: targets that were built, those that were not, and why. See `Context`."""
 
-    binaries: frozenset[str]
-    errors: tuple[BuildError, ...]
+    built: frozenset[str]
+    failed: frozenset[str] = frozenset()
+    errors: tuple[BuildError, ...] = ()
+    ending: str = "finished"
+
+    @classmethod
+    def of(cls, context: Context, built: Collection[str]) -> Self:
+        """Return the build that a context tells of."""
+        failed = frozenset(context.failed_targets)
+        return cls(built=frozenset(built), failed=failed, errors=context.build_errors, ending=context.build_ending)
 
     def require(self, target: str) -> None:
         """Return where `target` was built.
 
         Raises:
-            SubmissionFailure: It was not; with the compiler's first errors in the student's own paths.
+            SubmissionFailure: It was not; with the compiler's first error in the student's own paths. All errors stand
+                in the record once, and not again with every check that they keep from running.
+            InfrastructureError: Nobody asked for it to be built.
         """
-        if target in self.binaries:
+        if target in self.built:
             return
-        errors = [error for error in self.errors if error.target == target] or list(self.errors)
-        shown = [error.model_dump(exclude={"target"}) for error in errors[:_SHOWN_BUILD_ERRORS]]
-        where = f"{errors[0].path}:{errors[0].line}: {errors[0].message}" if errors else "the build's log has no error"
-        raise SubmissionFailure("build_error", f"{target} was not built: {where}", {"errors": shown})
+        if target not in self.failed:
+            raise InfrastructureError(f"{target!r} is neither built nor known to have failed", "grade again")
+        if self.ending != "finished":
+            raise SubmissionFailure(self.ending, f"the build ended ({self.ending}) before {target} was built")
+        first = next((error for error in self.errors if error.target == target), None) or next(iter(self.errors), None)
+        raise SubmissionFailure("build_error", f"{target} was not built: {_place(first)}", {"target": target})
+
+
+def _place(error: BuildError | None) -> str:
+    if error is None:
+        return "see the build's log"
+    position = ":".join(str(part) for part in (error.path, error.line) if part)
+    return ": ".join(part for part in (position, error.message.split("\n", 1)[0]) if part)
 
 
 @dataclass(frozen=True, slots=True)

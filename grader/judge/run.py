@@ -22,6 +22,9 @@ from grader.judge.results import read_results, settle
 Progress = Callable[[CheckResult, int, int], None]
 """Called with each result, how many have come, and how many will."""
 
+CHECKS_PER_WORKER = 8
+"""Another worker costs two imports of torch, its own and its sandbox's: as much as some checks together."""
+
 _ROOT = Path(grader.__file__).parent.parent
 _PASSED_ON = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "CUDA_VISIBLE_DEVICES")
 _PASSED_ON_PREFIXES = ("DOCKER_", "GRADER_")
@@ -33,14 +36,20 @@ _LOG_TAIL = 3_000
 
 
 def run(
-    context: Context, progress: Progress | None = None, *, workers: int = 1, timeout_s: float | None = None
+    context: Context,
+    progress: Progress | None = None,
+    *,
+    workers: int = 1,
+    checks_per_worker: int = CHECKS_PER_WORKER,
+    timeout_s: float | None = None,
 ) -> list[CheckResult]:
     """Judge, and return one result for every planned check, in the manifest's order.
 
     Args:
         context: What to judge. `results_path` is emptied first; the judge's own log goes to `judge.log` beside it.
         progress: Called as results come, in the order in which checks end.
-        workers: Processes that judge side by side, each with a sandbox of its own.
+        workers: At most so many processes judge side by side, each with a sandbox of its own.
+        checks_per_worker: Fewer checks than this are not worth another worker.
         timeout_s: Wall time of all; derived from the number of checks and the case's limit where left out. Checks that
             have no result by then are infrastructure errors: each has its own, smaller limit.
 
@@ -53,7 +62,8 @@ def run(
         return []
     context.results_path.unlink(missing_ok=True)
     limit = timeout_s if timeout_s is not None else _START_S + len(plan) * 3 * manifest.limits.case_s
-    lost = _judge(context, workers, limit, _Reader(context.results_path, len(plan), progress))
+    useful = max(1, min(workers, len(plan) // checks_per_worker))
+    lost = _judge(context, useful, limit, _Reader(context.results_path, len(plan), progress))
     return list(settle(context, manifest, read_results(context.results_path), lost))
 
 

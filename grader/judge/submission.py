@@ -91,8 +91,9 @@ class Submissions:
                 files |= files_below(self.context.data_dir)
             opened = AgentClient.open(self.context.kind, self._specification(), files, python=self._python())
             self._client = self._open.enter_context(opened)
-        build = Build(frozenset(binaries), self.context.build_errors)
-        return CppSubmission(self._client, build, self.manifest.limits.case_s, self._program_limits())
+        return CppSubmission(
+            self._client, Build.of(self.context, binaries), self.manifest.limits.case_s, self._program_limits()
+        )
 
     def _specification(self) -> Specification:
         bounds = self.manifest.limits
