@@ -20,6 +20,7 @@ _ALARM = -14
 _LOG_CHARACTERS = 1_500
 _LOG_PREFIX = re.compile(r"^[IWEF]\d{8} [\d:.]+\s+\d+\s+")
 _FRAMES_OR_PREFIXES = re.compile(r"^(\s*@\s|\*\*\*|WARNING: Logging before)")
+_TELLING = ("check failed", "what():", "uncaught exception")
 _MISSING_KERNEL = "kernel not found"
 
 Device = str  # `cpu` or `cuda`
@@ -58,16 +59,13 @@ class Outcome:
 
     def number(self, name: str) -> int | None:
         """Return an output of one whole number, or None where it is no such thing."""
-        tensor = self.tensors.get(name)
-        if tensor is None or tensor.numel() != 1 or tensor.is_floating_point():
-            return None
-        return int(tensor)
+        return _whole(self.tensors.get(name))
 
     @property
     def reason(self) -> str:
         """The line of the log that says why it ended: what a failed CHECK printed, not the stack below it."""
         lines = [line for line in self.log.splitlines() if line.strip() and not _FRAMES_OR_PREFIXES.match(line)]
-        told = [line for line in lines if "check failed" in line.lower() or "what():" in line]
+        told = [line for line in lines if any(sign in line.lower() for sign in _TELLING)]
         return _LOG_PREFIX.sub("", (told or lines or [""])[0]).strip()
 
 
@@ -97,8 +95,12 @@ def run(
 def _outcome(case: str, outputs: Mapping[str, Tensor]) -> Outcome:
     own = {name.removeprefix(f"{case}/"): tensor for name, tensor in outputs.items() if name.startswith(f"{case}/")}
     status, printed, log = (own.pop(name, None) for name in ("status", "stdout", "stderr"))
-    code = int(status) if status is not None and status.numel() == 1 else 1
-    return Outcome(case, code, own, _bytes(printed), _bytes(log).decode("utf-8", "replace"))
+    code = _whole(status)
+    return Outcome(case, 1 if code is None else code, own, _bytes(printed), _bytes(log).decode("utf-8", "replace"))
+
+
+def _whole(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.numel() != 1 or tensor.dtype != torch.int64 else int(tensor)
 
 
 def _bytes(tensor: Tensor | None) -> bytes:
@@ -170,6 +172,11 @@ def crash(outcome: Outcome) -> SubmissionFailure:
     after = f" after it had handed back {' and '.join(kept)}" if kept else ""
     said = f": {outcome.reason}" if outcome.reason else ""
     return SubmissionFailure("crashed", f"case {outcome.case} was ended by {how}{after}{said}", details)
+
+
+def bytes_of(outcome: Outcome, name: str) -> bytes:
+    """Return an output of bytes; none where it is no such thing."""
+    return _bytes(outcome.get(name))
 
 
 def require_filled_in(outcome: Outcome, task: Task, names: Sequence[str]) -> None:

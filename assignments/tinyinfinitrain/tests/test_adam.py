@@ -115,10 +115,11 @@ def compare_steps(outcome: Outcome, inputs: dict[str, Tensor], settings: Setting
 
 def require_changed(outcome: Outcome, inputs: dict[str, Tensor], device: str) -> None:
     """Say it where no parameter ever moved."""
+    starts = [inputs[f"param.{index}"] for index in range(len(SHAPES))]
+    ends = [outcome.get(f"param.{index}.{STEPS - 1}") for index in range(len(SHAPES))]
     kept = [
-        (found := outcome.get(f"param.{index}.{STEPS - 1}")) is not None
-        and torch.equal(found, inputs[f"param.{index}"])
-        for index in range(len(SHAPES))
+        end is not None and end.dtype == start.dtype and torch.equal(end, start)
+        for start, end in zip(starts, ends, strict=True)
     ]
     if all(kept):
         raise cases.unfilled(tasks.ADAM[device], "no parameter changes")

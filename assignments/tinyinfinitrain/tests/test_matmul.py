@@ -38,8 +38,10 @@ def compare_product(outcome: Outcome, name: str, left: Tensor, right: Tensor) ->
     compare_within(outcome.get(name), left @ right, bound, name=f"{name} ({outcome.case})")
 
 
-def check(submission: Submission, inputs: Mapping[str, Mapping[str, Tensor]], device: str) -> None:
-    """Run and judge the cases: the product, and both gradients."""
+def check(
+    submission: Submission, inputs: Mapping[str, Mapping[str, Tensor]], device: str, *, stays: bool = False
+) -> None:
+    """Run and judge the cases: the product, both gradients, and where they lie if they must stay on CUDA."""
     task = tasks.MATMUL[device]
 
     def judge(outcome: Outcome) -> None:
@@ -48,6 +50,9 @@ def check(submission: Submission, inputs: Mapping[str, Mapping[str, Tensor]], de
         compare_product(outcome, "y", a, b)
         compare_product(outcome, "grad_a", grad, b.transpose(-1, -2))
         compare_product(outcome, "grad_b", a.transpose(-1, -2), grad)
+        for name in ("y", "grad_a", "grad_b") if stays else ():
+            place = outcome.number(f"{name}.on_cuda")
+            require(place == 1, f"{name} lies on the CPU, expected on CUDA, where the operands are", {"tensor": name})
 
     outcomes = cases.run(submission, "kernels", "matmul", inputs, device=device)
     cases.judge_each(submission, task, outcomes, judge, device=device)
@@ -70,13 +75,4 @@ def test_batched_product_and_gradients(submission: Submission, generator: torch.
 @pytest.mark.check(item="matmul_cuda", id="probe/result_device")
 def test_results_stay_on_cuda(submission: Submission, generator: torch.Generator) -> None:
     """A product of tensors on CUDA, and its gradients, lie on CUDA."""
-    task = tasks.MATMUL["cuda"]
-
-    def judge(outcome: Outcome) -> None:
-        cases.require_filled_in(outcome, task, ["y", "grad_a", "grad_b"])
-        for name in ("y", "grad_a", "grad_b"):
-            place = outcome.number(f"{name}.on_cuda")
-            require(place == 1, f"{name} lies on the CPU, expected on CUDA, where the operands are", {"tensor": name})
-
-    outcomes = cases.run(submission, "kernels", "matmul", draw({"odd": (5, 7, 3)}, generator), device="cuda")
-    cases.judge_each(submission, task, outcomes, judge, device="cuda")
+    check(submission, draw({"odd": (5, 7, 3)}, generator), "cuda", stays=True)

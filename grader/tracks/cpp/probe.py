@@ -13,7 +13,11 @@ from grader.sandbox.base import MEBIBYTE
 from grader.tracks.agent import AgentClient, Command, CommandFinished, ProgramLimits, SubmissionFailure
 
 INPUTS, OUTPUTS = "inputs.safetensors", "outputs.safetensors"
-USAGE_ERROR = 64  # a probe's exit code where the judge asked for what the program does not have
+# What the framework's tensors can be; on anything else torch itself may refuse to work.
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 _LOG_CHARACTERS = 2_000
 _RESERVED = frozenset({INPUTS, OUTPUTS})
 
@@ -48,7 +52,7 @@ def run_probe(
 
     Raises:
         SubmissionFailure: It crashed, ran out of time, ended without outputs, or its outputs are no safetensors.
-        InfrastructureError: It has no such probe, or an input's name is no plain file name.
+        InfrastructureError: An input's name is no plain file name, or the sandbox failed.
     """
     path = PurePosixPath(client.sandbox.root) / folder / program(name)
     words = [f"{key}={value}" for key, value in arguments.items()]
@@ -71,7 +75,7 @@ def pack(inputs: Mapping[str, Tensor | bytes]) -> dict[str, bytes]:
         InfrastructureError: A file's name is a path, or is one that the protocol uses itself.
     """
     files = {name: value for name, value in inputs.items() if isinstance(value, bytes)}
-    wrong = [name for name in files if name in _RESERVED or PurePosixPath(name).name != name]
+    wrong = [name for name in files if not name or name in _RESERVED or PurePosixPath(name).name != name]
     if wrong:
         raise InfrastructureError(f"a probe's input file is called {wrong[0]!r}, expected a plain name of its own")
     tensors = {name: _alone(value) for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -87,8 +91,8 @@ def unpack(name: str, finished: CommandFinished) -> dict[str, Tensor]:
     """Return what a finished probe handed back.
 
     Raises:
-        SubmissionFailure: It did not come to its end, or left nothing that can be read.
-        InfrastructureError: It says that it has no such probe.
+        SubmissionFailure: It did not come to its end, or left nothing that can be read. An exit code is the student's
+            to choose, so that none of them means that we failed.
     """
     _require_end(name, finished)
     payload = finished.outputs.get(OUTPUTS)
@@ -96,10 +100,16 @@ def unpack(name: str, finished: CommandFinished) -> dict[str, Tensor]:
         reason = finished.refused.get(OUTPUTS, "there are none")
         raise _failure("failed", f"the probe {name} ended without outputs: {reason}", finished)
     try:
-        return dict(safetensors.torch.load(payload))
+        outputs = dict(safetensors.torch.load(payload))
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         message = f"the outputs of the probe {name} are no safetensors: {error}"
         raise _failure("failed", message, finished) from error
+    odd = sorted({str(tensor.dtype) for tensor in outputs.values()} - {str(dtype) for dtype in DTYPES})
+    if odd:
+        raise _failure(
+            "failed", f"the outputs of the probe {name} hold {odd[0]}, which no framework's tensor has", finished
+        )
+    return outputs
 
 
 def _require_end(name: str, finished: CommandFinished) -> None:
@@ -107,8 +117,6 @@ def _require_end(name: str, finished: CommandFinished) -> None:
         raise _failure("timeout", f"the probe {name} did not end within its time", finished)
     if finished.ending == "killed":
         raise _failure("crashed", f"the probe {name} was ended by signal {-(finished.exit_code or 0)}", finished)
-    if finished.exit_code == USAGE_ERROR:
-        raise InfrastructureError(f"the probe {name} was asked for what it has not: {finished.stderr.strip()}")
     if finished.exit_code != 0:
         raise _failure("crashed", f"the probe {name} ended with exit code {finished.exit_code}", finished)
 

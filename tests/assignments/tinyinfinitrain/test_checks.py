@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+import assignments
 from assignments.tinyinfinitrain.tests import (
     test_adam,
     test_dispatcher,
@@ -22,6 +24,7 @@ from grader.tracks.agent import SubmissionFailure
 from tests.assignments.tinyinfinitrain import student
 from tests.assignments.tinyinfinitrain.student import Student
 
+FOLDER = Path(next(iter(assignments.__path__))) / "tinyinfinitrain"
 CHECKS: dict[str, Callable[..., None]] = {
     "neg": test_elementwise.test_neg_and_its_gradient_change_the_sign,
     "matmul_2d": test_matmul.test_matrix_product_and_gradients,
@@ -100,10 +103,15 @@ ALLOWED = [
 
 
 def judge(check: str, mistake: str, seed: int = 0) -> tuple[str, str]:
-    """Run one check on a student and return its status and message."""
+    """Run one check on a student with that mistake and return its status and message."""
+    return judge_student(check, Student(mistake), seed)
+
+
+def judge_student(check: str, someone: Student, seed: int = 0) -> tuple[str, str]:
+    """Run one check and return its status and message."""
     device = ("cpu",) if check in NEEDS_A_DEVICE else ()
     try:
-        CHECKS[check](Student(mistake), torch.Generator().manual_seed(seed), *device)
+        CHECKS[check](someone, torch.Generator().manual_seed(seed), *device)
     except CheckFailure as failure:
         return "failed", failure.message
     except SubmissionFailure as failure:
@@ -145,3 +153,43 @@ def test_a_missing_kernel_is_named_among_those_that_are_registered() -> None:
 def test_every_mistake_is_one_that_the_student_can_make() -> None:
     source = inspect.getsource(student)
     assert {mistake for _, mistake, *_ in [*MISTAKES, *ALLOWED] if f'"{mistake}"' not in source} == set()
+
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "scalars": lambda tensor: tensor.flatten()[0] if tensor.numel() else torch.zeros(()),
+    "columns": lambda tensor: tensor.reshape(-1, 1),
+    "doubles": lambda tensor: tensor.double(),
+    "halves": lambda tensor: tensor.half(),
+    "bytes": lambda tensor: tensor.to(torch.uint8),
+    "unsigned": lambda tensor: tensor.to(torch.int64).to(torch.uint32),
+    "negative": lambda tensor: tensor.to(torch.int64) * 0 - 5,
+    "not_finite": lambda tensor: tensor.double() * torch.inf,
+    "empty": lambda tensor: torch.zeros(0, dtype=tensor.dtype),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("check", CHECKS)
+def test_odd_outputs_are_the_students_failure_and_never_ours(check: str, odd: str) -> None:
+    class Odd(Student):
+        def probe(self, *given: object) -> dict[str, torch.Tensor]:
+            return {name: ODD[odd](tensor) for name, tensor in super().probe(*given).items()}
+
+    status, message = judge_student(check, Odd())
+    assert status in {"failed", "crashed", "timeout", "skipped"}
+    assert message
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_a_check_asks_for_is_in_the_programs(check: str) -> None:
+    asked: set[tuple[str, str]] = set()
+
+    class Noted(Student):
+        def probe(self, name: str, inputs: student.Inputs, arguments: dict[str, str]) -> dict[str, torch.Tensor]:
+            asked.add((name, arguments["probe"]))
+            return super().probe(name, inputs, arguments)
+
+    judge_student(check, Noted())
+    assert asked
+    for name, probe in asked:
+        assert f'{{"{probe}", ' in (FOLDER / "probes" / f"{name}.cc").read_text(encoding="utf-8")
