@@ -36,7 +36,7 @@ bench: bench-grade
 
 bench-grade: setup  ## make bench-grade URL=...: a cold grade against the plain way, in the same image
 	@test -n "$(URL)" || { echo "say which commit: make bench-grade URL=https://github.com/<owner>/TinyInfiniTrain/tree/<commit>"; exit 2; }
-	$(BIN)/python -m grader.tracks.cpp.benchmark "$(URL)"
+	$(BIN)/python -m grader.benchmark "$(URL)"
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
