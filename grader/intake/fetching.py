@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 
+from grader.errors import SourceError
 from grader.intake import objects
 from grader.intake.git_command import Git, GitError
 
@@ -68,5 +69,5 @@ def _fetch_all_again(git: Git) -> None:
     """Fetch contents and all: the way with a server that hands out no single object."""
     try:
         git(*_FETCH, "--refetch", "--no-filter", REMOTE, *_REFSPECS, options=_PROMISOR)
-    except GitError:  # the server lacks some of it; whatever was to be read is then reported as absent
+    except (GitError, SourceError):  # the server lacks some of it; whatever was to be read is then reported as absent
         return

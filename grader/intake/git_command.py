@@ -61,6 +61,7 @@ _NETWORK_SIGNS = re.compile(
     r"|Empty reply|Host key verification failed|No space left|transport '[^']*' not allowed|unable to access",
     re.IGNORECASE,
 )
+_DAMAGE_SIGNS = re.compile(r"remote: (?:error|fatal): .*(?:bad |not a |corrupt|missing|broken|unable to read)")
 _TOO_LARGE_SIGNS = re.compile(r"File too large|File size limit|signal 25|died of signal 25", re.IGNORECASE)
 
 
@@ -176,6 +177,8 @@ def _classified(command: str, status: int, errors: str) -> GraderError:
         return _not_installed()
     if _TOO_LARGE_SIGNS.search(errors):
         return SourceError("the repository is larger than any submission may be", "remove large files from its history")
+    if _DAMAGE_SIGNS.search(errors):
+        return SourceError(f"the repository is damaged: {said}", "push it anew, into a fresh repository")
     if _SOURCE_SIGNS.search(errors):
         return SourceError(
             f"the repository is missing or denied: {said}",

@@ -97,10 +97,14 @@ def read_tree(folder: Path, max_file_bytes: int = 4 << 20) -> dict[str, bytes]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
         paths = (Path(parent, name) for name in sorted(files))
         yield from (path for path in paths if path.is_file() and not path.is_symlink())
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 def overlay(
