@@ -198,9 +198,9 @@ def receive(tensor: Tensor, source: int, group: Group) -> None:
 def ring_shift(tensor: Tensor, received: Tensor, group: Group, step: int = 1) -> Pending:
     """Send `tensor` `step` places round the ring, and fill `received` from as many places behind.
 
-    Sends `tensor`'s bytes. Safe for odd rings: send and receive start together. Without peers it copies.
+    Sends `tensor`'s bytes. Safe for odd rings: send and receive start together. A whole round is a copy.
     """
-    if group.size == 1:
+    if step % group.size == 0:
         received.copy_(tensor)
         return Pending()
     ahead, behind = (group.rank + step) % group.size, (group.rank - step) % group.size

@@ -28,6 +28,8 @@ from . import comm
 from .comm import Group, Groups
 from .mesh import DENSE, LAYOUT
 
+_PIECE = 1 << 16
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -46,12 +48,12 @@ class Layout:
 
 def lay(parameter: Tensor, layout: Layout) -> None:
     """Note how `parameter` lies on the mesh."""
-    parameter.layout = layout  # type: ignore[attr-defined]  # tensors take attributes, and keep them with the weight
+    parameter.mesh_layout = layout  # type: ignore[attr-defined]  # tensors take attributes, and keep them with the weight
 
 
 def layout_of(parameter: Tensor) -> Layout:
     """Return the layout noted by `lay`; that of a dense replicated parameter where none was."""
-    layout: Layout = getattr(parameter, "layout", Layout())
+    layout: Layout = getattr(parameter, "mesh_layout", Layout())
     return layout
 
 
@@ -107,11 +109,15 @@ def _sum_together(gradients: list[Tensor], group: Group) -> None:
 
 
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
-    """Return the sum of squares of all elements: float64, scalar; each tensor is reduced in float32 at least."""
+    """Return the sum of squares of all elements: float64, scalar.
+
+    Long tensors are cut: a float32 sum over millions of elements loses digits, one over a piece does not, and the
+    pieces are added in float64.
+    """
     filled = [gradient for gradient in gradients if gradient.numel()]
     total = torch.zeros((), dtype=torch.float64, device=filled[0].device if filled else device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in filled):
-        members = [gradient for gradient in filled if gradient.dtype == dtype]
+        members = [piece for g in filled if g.dtype == dtype for piece in g.reshape(-1).split(_PIECE)]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(members, 2, dtype=wide))
         total += norms.double().square().sum()

@@ -19,7 +19,7 @@ BUCKET_BYTES = 25 << 20
 
 def kind_of(parameter: Tensor) -> Hashable:
     """What must be equal for parameters to share a bucket: dtype, device, and layout on the mesh if it has one."""
-    return parameter.dtype, parameter.device, getattr(parameter, "layout", None)
+    return parameter.dtype, parameter.device, getattr(parameter, "mesh_layout", None)
 
 
 def plan(

@@ -40,7 +40,12 @@ def adamw(parameters: Iterable[Tensor]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.1)
 
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw}
+def adamw_small_eps(parameters: Iterable[Tensor]) -> Optimizer:
+    """Adam as people use it, under which a wrong scale of the gradient goes unseen."""
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-12, weight_decay=0.1)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw, "adamw_small_eps": adamw_small_eps}
 
 
 @dataclass(frozen=True)
