@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup  ## grade a sample submission through the whole path, without Docker
-	$(BIN)/python -m grader.sample --out runs/sample
+	$(BIN)/python -m grader.demo
 
 test: setup  ## run what this machine can run, and say what was left out
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup

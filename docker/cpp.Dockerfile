@@ -20,4 +20,4 @@ COPY shims /opt/third_party
 RUN ln -s /usr/include/eigen3/Eigen /usr/include/eigen3/unsupported /opt/third_party/eigen/
 # Most of a file's build is parsing these system headers. The flags must be those of the homework's build file.
 COPY pch /opt/pch
-RUN g++ -std=c++20 -fopenmp -I/usr/include/eigen3 -x c++-header /opt/pch/system.h -o /opt/pch/system.h.gch
+RUN g++ -std=c++20 -fopenmp -isystem /usr/include/eigen3 -x c++-header /opt/pch/system.h -o /opt/pch/system.h.gch

@@ -18,12 +18,15 @@ from rich.text import Text
 from grader import doctor as doctor_checks
 from grader import grade as pipeline
 from grader import images as image_store
+from grader import signature
 from grader.assignment import manifest as manifests
+from grader.assignment.starter import starter as make_starter
 from grader.errors import GraderError, UsageError
 from grader.intake import url as links
+from grader.outcome import leave
 from grader.report import render, terminal
-from grader.settings import Settings
-from grader.store import Grading, keep_earlier_result, read_record, record_bytes, write_folder
+from grader.settings import PROJECT_ROOT, Settings
+from grader.store import Grading, read_record, write_folder
 
 Language = Literal["en", "zh"]
 _log = logging.getLogger("grader")
@@ -121,30 +124,6 @@ def submit(  # noqa: PLR0913, PLR0917 - one parameter a flag of the public contr
         raise SystemExit(1)
 
 
-def leave(grading: Grading, out: Path | None) -> Path:
-    """Write what `submit` leaves behind, and return the folder."""
-    record = grading.record
-    folder = out or default_folder(grading)
-    if keep_earlier_result(folder, record):
-        folder = folder.with_name(f"{folder.name}.{record.id}")
-    reports = {
-        "report.html": render(record, "html"),
-        "report.md": render(record, "md"),
-        "junit.xml": render(record, "junit"),
-    }
-    encoded = {name: text.encode() for name, text in reports.items()}
-    write_folder(folder, {**grading.files, **encoded, "record.json": record_bytes(record)})
-    return folder
-
-
-def default_folder(grading: Grading) -> Path:
-    """Return `runs/<student or repository>/<commit12>-<assignment>`, made of harmless characters only."""
-    submission = grading.record.submission
-    owner = submission.student or submission.repository.rstrip("/").rsplit("/", 2)[-2]
-    safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in owner)[:80] or "unnamed"
-    return Path("runs") / safe / f"{submission.commit[:12]}-{grading.record.assignment.id}"
-
-
 def below(grading: Grading, fail_under: float | None) -> bool:
     """Say whether a grading stays under a percentage of what this runner could award."""
     record = grading.record
@@ -207,13 +186,60 @@ def assignments(assignment: str | None, lang: Language) -> None:
 @click.option("--view", type=click.Choice(["student", "staff"]), default="student", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Standard output if left out.")
 @click.option("--lang", type=click.Choice(["en", "zh"]))
-def report(record: Path, form: Any, view: Any, output: Path | None, lang: Language | None) -> None:
+@click.option("--verify", is_flag=True, help="Say whether the record is as its owner signed it, and draw nothing.")
+@click.option("--key", metavar="PUBLIC", help="With --verify: the public key; that of GRADER_SIGNING_KEY if left out.")
+def report(
+    record: Path, form: Any, view: Any, output: Path | None, lang: Language | None, verify: bool, key: str | None
+) -> None:
     """Draw a report from a record."""
-    text = render(read_record(record), form, view, lang)
+    found = read_record(record)
+    if verify:
+        verdict = signature.verify(found, key or _own_public_key())
+        click.echo(verdict)
+        raise SystemExit(0 if verdict is signature.Verdict.GENUINE else 1)
+    text = render(found, form, view, lang)
     if output is None:
         click.echo(text, nl=False)
     else:
         output.write_text(text, encoding="utf-8")
+
+
+def _own_public_key() -> str:
+    path = Settings().signing_key
+    if path is None:
+        raise UsageError("no key to verify with", "name one with --key, or set GRADER_SIGNING_KEY")
+    return signature.public_text(signature.load_key(path))
+
+
+@cli.command()
+@click.option("--key", type=click.Path(dir_okay=False, path_type=Path), help="Where; GRADER_SIGNING_KEY if left out.")
+def keys(key: Path | None) -> None:
+    """Show the public key with which records are verified; make the pair first where there is none."""
+    path = key or Settings().signing_key
+    if path is None:
+        raise UsageError("no place for the key was named", "name one with --key, or set GRADER_SIGNING_KEY")
+    if not path.exists():
+        signature.make_key(path)
+    click.echo(signature.public_text(signature.load_key(path)))
+
+
+@cli.command()
+@click.argument("ids", metavar="ID...", nargs=-1, required=True)
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
+def starter(ids: tuple[str, ...], output: Path) -> None:
+    """Write the student template of one assignment or more."""
+    settings = Settings()
+    known = manifests.load_all(settings.assignments)
+    for name in ids:
+        if name not in known or known[name].track != "torch":
+            raise UsageError(f"there is no starter of {name!r}", "see `grader assignments`; C++ ones have their own")
+    files = make_starter(
+        [known[name] for name in ids], known.values(), PROJECT_ROOT / "reference", settings.assignments
+    )
+    if output.exists() and any(output.iterdir()):
+        raise UsageError(f"{output} is not empty", "name a folder that is not there yet")
+    write_folder(output, files)
+    click.echo(output)
 
 
 @cli.command()
@@ -281,3 +307,7 @@ def _keep_traceback(debug: bool) -> None:
 def main() -> None:
     """Enter from the console script."""
     raise SystemExit(run_edge(cli))
+
+
+if __name__ == "__main__":
+    main()

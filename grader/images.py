@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import docker
 import docker.errors
 import requests
 
-import docker
 from grader.errors import InfrastructureError
 from grader.settings import PROJECT_ROOT
 

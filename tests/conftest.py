@@ -5,12 +5,11 @@ import shutil
 from collections import Counter
 from functools import cache
 
+import docker
 import docker.errors
 import pytest
 import requests
 import torch
-
-import docker
 
 
 @cache

@@ -1,251 +1,242 @@
-"""Mirrors of students' repositories: fetched without blobs first, then the needed ones in one batch, never checked out.
+"""Mirrors of students' repositories, fetched incrementally and without contents until they are needed.
 
-A mirror is a bare repository of ours, named by its address. It is no partial clone by its own configuration (only
-while fetching), so that a blob that is missing is just missing: no read ever goes to the network by itself.
+A mirror is a bare repository in the cache, named by a hash of the address. Whatever writes to it holds its lock;
+reading needs none. Only commits that the repository's own branches, tags and pull requests lead to count: a host
+serves the commits of every fork under the name of any of them.
 """
 
 import hashlib
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from enum import StrEnum
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-import filelock
+from filelock import FileLock, Timeout
 
-from grader.errors import InfrastructureError, SourceError
-from grader.intake import git
-from grader.intake.git import GitError
+from grader.errors import GraderError, InfrastructureError, SourceError
+from grader.intake import fetching, objects
+from grader.intake.git_command import Git, GitError
+from grader.intake.objects import Branch, Entry, Kind
 
-_REFSPECS = (
-    "+refs/heads/*:refs/mirror/heads/*",
-    "+refs/tags/*:refs/mirror/tags/*",
-    "+refs/pull/*/head:refs/mirror/pull/*",
-    "+refs/merge-requests/*/head:refs/mirror/merge-requests/*",
-)
-_PARTIAL = ("-c", "remote.origin.promisor=true", "-c", "remote.origin.partialclonefilter=blob:none")
-_NO_FILTER = re.compile(r"filtering not recognized|does not support.*filter|filter.*not supported", re.IGNORECASE)
-_SHOWN_CANDIDATES = 5
+__all__ = ["Branch", "Entry", "Kind", "Mirror", "Mirrors"]
 
+_MAX_CANDIDATES = 10
 
-class Kind(StrEnum):
-    """What an entry of a tree is."""
-
-    FILE = "file"
-    SYMLINK = "symlink"
-    SUBMODULE = "submodule"
-
-
-_KINDS = {
-    b"100644": Kind.FILE,
-    b"100755": Kind.FILE,
-    b"100664": Kind.FILE,
-    b"120000": Kind.SYMLINK,
-    b"160000": Kind.SUBMODULE,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One path of a commit. A name that is not UTF-8 has surrogate escapes."""
-
-    path: str
-    kind: Kind
-    object_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A branch and when its last commit was made."""
-
-    name: str
-    commit: str
-    date: datetime
+T = TypeVar("T")
 
 
 class Mirrors:
-    """All mirrors, in one folder. Safe under parallel use by several processes."""
+    """All mirrors of one cache.
 
-    def __init__(self, cache: Path, *, timeout_s: float = 300.0) -> None:
+    Args:
+        cache: The folder; made where it is missing.
+        timeout_s: For any one git command, and for waiting for another process that fetches the same repository.
+        max_pack_bytes: Cap of what one fetch may bring.
+    """
+
+    def __init__(self, cache: Path, *, timeout_s: float = 300.0, max_pack_bytes: int = 2 << 30) -> None:
         self._cache = cache
         self._timeout_s = timeout_s
+        self._max_pack_bytes = max_pack_bytes
 
     def open(self, repository: str) -> "Mirror":
-        """Return the mirror of a repository; nothing is fetched yet."""
+        """Return the mirror of a repository; nothing is fetched before `update`."""
         name = hashlib.sha256(repository.encode()).hexdigest()[:32]
-        return Mirror(repository, self._cache / f"{name}.git", self._timeout_s)
+        return Mirror(repository, Git(self._cache / f"{name}.git", self._timeout_s, self._max_pack_bytes))
 
 
 class Mirror:
-    """A local copy of one repository's history, and of those blobs that were needed."""
+    """The mirror of one repository. Commits are named by all their 40 digits, but for `resolve`."""
 
-    def __init__(self, repository: str, folder: Path, timeout_s: float) -> None:
+    def __init__(self, repository: str, git: Git) -> None:
         self.repository = repository
-        self._folder = folder
-        self._timeout_s = timeout_s
+        self._git = git
+        self._lock = FileLock(git.git_dir.with_suffix(".lock"), timeout=git.timeout_s)
 
     def update(self) -> None:
-        """Fetch what is new: heads, tags and pull requests.
+        """Fetch what is new. A mirror that is broken, or was cut off while it was made, is made anew.
 
         Raises:
-            SourceError: The repository does not exist or may not be read.
-            InfrastructureError: The network or the host is down, or too slow.
+            SourceError: The repository is missing or denied.
+            InfrastructureError: It could not be reached, or another process holds it for too long.
         """
-        with self._lock():
+        with self._locked():
             try:
-                self._make()
-                self._fetch(_REFSPECS)
-            except GitError as error:
-                self._fetch_anew(error)
+                if self._git.git_dir.exists():
+                    fetching.fetch_commits(self._git)
+                    return
+            except GitError:
+                pass
+            self._rebuild()
 
     def has(self, commit: str) -> bool:
-        """Say whether a commit (40 hexadecimal digits) is here already."""
-        return self._folder.is_dir() and self._types([commit]).get(commit) == "commit"
+        """Tell whether a commit is in the mirror already."""
+        try:
+            return self._git.git_dir.exists() and self._git("cat-file", "-t", commit) == b"commit\n"
+        except GitError:
+            return False
 
     def resolve(self, ref: str) -> str:
-        """Return the 40 digits of the commit that 4 or more hexadecimal digits begin.
+        """Return all digits of the commit that begins so, and that a branch, tag or pull request leads to.
 
         Raises:
-            SourceError: No commit of this repository begins so, or several do.
+            SourceError: No such commit, several, or one that nothing leads to.
         """
-        prefix = ref.lower()
-        listed = self._git(["rev-parse", f"--disambiguate={prefix}"]).decode().split()
-        types = self._types(listed)
-        commits = [each for each in listed if types.get(each) == "commit" and self._is_reachable(each)]
-        if len(commits) == 1:
-            return commits[0]
-        if commits:
-            shown = ", ".join(commits[:_SHOWN_CANDIDATES])
-            raise SourceError(f"{ref!r} begins {len(commits)} commits: {shown}", "hand in more digits of the one meant")
-        raise SourceError(
-            f"{self.repository} has no commit {ref!r} on a branch, a tag or a pull request",
-            "push the commit to this repository, and check the link",
-        )
-
-    def pin(self, commit: str) -> None:
-        """Keep a commit for good, even where its branch is deleted or rewritten."""
-        self._git(["update-ref", f"refs/grader/{commit}", commit])
+        found = sorted(c for c in self._healed(lambda: objects.reachable(self._git)) if c.startswith(ref.lower()))
+        if not found:
+            raise self._missing(ref.lower())
+        if len(found) > 1:
+            raise _ambiguous(ref, found)
+        return found[0]
 
     def branches(self) -> tuple[Branch, ...]:
-        """Return the branches, the one with the newest commit first."""
-        form = "%(refname:lstrip=3)%00%(objectname)%00%(committerdate:unix)"
-        lines = self._git(["for-each-ref", "--sort=-committerdate", f"--format={form}", "refs/mirror/heads"])
-        rows = (line.split("\0") for line in lines.decode("utf-8", "replace").splitlines())
-        return tuple(Branch(name, commit, datetime.fromtimestamp(int(date), UTC)) for name, commit, date in rows)
+        """Return all branches, the one with the newest commit first."""
+        return self._healed(lambda: objects.branches(self._git))
+
+    def default_branch(self) -> str | None:
+        """Ask the server for the name of its default branch; None where it does not tell."""
+        try:
+            told = self._git("ls-remote", "--symref", fetching.REMOTE, "HEAD").decode("utf-8", "replace")
+        except GraderError:
+            return None
+        found = re.search(r"^ref: refs/heads/(\S+)\tHEAD$", told, re.MULTILINE)
+        return found[1] if found else None
 
     def listing(self, commit: str) -> tuple[Entry, ...]:
-        """Return every path of a commit. Sizes are not known: asking for them would fetch every blob."""
-        raw = self._git(["ls-tree", "-r", "-z", "--full-tree", commit])
-        return tuple(_entry(line) for line in raw.split(b"\0") if line)
-
-    def sizes(self, object_ids: Iterable[str]) -> dict[str, int]:
-        """Return the sizes in bytes of those blobs that are here."""
-        answer = self._git(["cat-file", "--batch-check=%(objectname) %(objectsize)"], _lines(object_ids)).decode()
-        rows = (line.split() for line in answer.splitlines())
-        return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
-
-    def need(self, object_ids: Iterable[str]) -> None:
-        """Fetch those blobs that are not here yet, in one batch.
+        """Return every file of a commit, in git's order.
 
         Raises:
-            InfrastructureError: The repository does not hand them out.
+            SourceError: Git cannot read the commit's tree, or it unfolds beyond all measure.
         """
-        wanted = sorted(set(object_ids))
-        with self._lock():
-            missing = [each for each in wanted if each not in self.sizes(wanted)] if wanted else []
-            if missing:
-                options = [*_PARTIAL, "-c", "fetch.negotiationAlgorithm=noop", "fetch", "--quiet", "--no-tags"]
-                options += ["--no-write-fetch-head", "--filter=blob:none", "--stdin", "origin"]
-                self._git(options, _lines(missing))
-
-    def read(self, commit: str, paths: Iterable[str]) -> dict[str, bytes]:
-        """Return the contents of files at a commit; a path that is no file there is left out."""
-        wanted = set(paths)
-        entries = {e.path: e.object_id for e in self.listing(commit) if e.path in wanted and e.kind is Kind.FILE}
-        self.need(entries.values())
-        blobs = self.blobs(entries.values())
-        return {path: blobs[object_id] for path, object_id in entries.items() if object_id in blobs}
-
-    def blobs(self, object_ids: Iterable[str]) -> dict[str, bytes]:
-        """Return the contents of those blobs that are here."""
-        answer = self._git(["cat-file", "--batch"], _lines(sorted(set(object_ids))))
-        return dict(_batch(answer))
-
-    def _types(self, object_ids: Iterable[str]) -> Mapping[str, str]:
-        answer = self._git(["cat-file", "--batch-check=%(objectname) %(objecttype)"], _lines(object_ids)).decode()
-        rows = (line.split() for line in answer.splitlines())
-        return {row[0]: row[1] for row in rows if len(row) == 2}
-
-    def _is_reachable(self, commit: str) -> bool:
-        """Only what the repository itself points to counts: hosts hand out commits of other forks too."""
-        listed = self._git(["for-each-ref", "--count=1", f"--contains={commit}", "refs/mirror", "refs/grader"])
-        return bool(listed.strip())
-
-    def _lock(self) -> filelock.FileLock:
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        return filelock.FileLock(self._folder.with_suffix(".lock"), timeout=2 * self._timeout_s)
-
-    def _make(self) -> None:
-        if (self._folder / "HEAD").is_file():
-            return
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._git(["init", "--quiet", "--bare", "--template=", str(self._folder)])
-        self._git(["config", "remote.origin.url", self.repository])
-
-    def _fetch(self, refspecs: Iterable[str]) -> None:
-        options = ["fetch", "--quiet", "--prune", "--no-tags", "--no-write-fetch-head", "--force"]
         try:
-            self._git([*_PARTIAL, *options, "--filter=blob:none", "origin", *refspecs])
+            return self._healed(lambda: objects.entries(self._git, commit))
         except GitError as error:
-            if not _NO_FILTER.search(error.stderr):
-                raise
-            self._git([*options, "origin", *refspecs])
+            raise SourceError(
+                f"git cannot read the tree of commit {commit[:12]}: {error.what}", "hand in another commit"
+            ) from error
 
-    def _fetch_anew(self, first: GitError) -> None:
-        """A mirror that cannot be fetched into may be damaged (a power cut, a full disk): make it once more."""
-        fault = git.source_fault(first, self.repository)
-        if fault is not None:
-            raise fault from first
+    def read(
+        self,
+        commit: str,
+        paths: Collection[str],
+        *,
+        max_file_bytes: int | None = None,
+        max_total_bytes: int | None = None,
+    ) -> dict[str, bytes]:
+        """Return the contents of files of a commit by path; what is not here yet is fetched in one batch.
+
+        A file is left out of the result where the commit has none of that name, where it is larger than
+        `max_file_bytes`, or where the server itself lacks it. Of a link, the content is the link's target.
+
+        Raises:
+            SourceError: Together they are larger than `max_total_bytes`.
+        """
+        asked = frozenset(paths)
+        wanted = {e.path: e.object_id for e in self.listing(commit) if e.path in asked and e.kind is not Kind.SUBMODULE}
+        sizes = self._fetched(frozenset(wanted.values()))
+        cap = max_file_bytes if max_file_bytes is not None else self._git.max_file_bytes
+        fitting = {path: name for path, name in wanted.items() if name in sizes and sizes[name] <= cap}
+        total = sum(sizes[name] for name in fitting.values())
+        if max_total_bytes is not None and total > max_total_bytes:
+            raise SourceError(
+                f"the files to grade hold {total} bytes together, the cap is {max_total_bytes}",
+                "remove what does not belong to the work",
+            )
+        names = frozenset(fitting.values())
+        contents = self._healed(lambda: objects.contents(self._git, names, total), names)
+        return {path: contents[name] for path, name in fitting.items()}
+
+    def pin(self, commit: str) -> None:
+        """Keep a commit for ever, also when its branch is deleted or rewritten."""
+        with self._locked():
+            self._git("update-ref", f"refs/grader/{commit}", commit)
+
+    def _missing(self, ref: str) -> SourceError:
+        """Say what is known of a commit that no branch, tag or pull request leads to."""
+        branch = next((branch for branch in self.branches() if branch.name.lower() == ref), None)
+        if branch is not None:
+            return SourceError(f"{ref!r} is a branch, which moves on", f"hand in its newest commit {branch.commit}")
+        if objects.holds_commit(self._git, ref):
+            return SourceError(
+                f"no branch, tag or pull request of {self.repository} leads to commit {ref} any more",
+                "push it to a branch again, or hand in a commit that is on one",
+            )
+        return SourceError(
+            f"commit {ref} is on no branch, tag or pull request of {self.repository}",
+            "push it there; a commit of another fork is handed in with that fork's address",
+        )
+
+    def _fetched(self, object_ids: frozenset[str]) -> dict[str, int]:
+        """Fetch what is missing of these blobs, and return the sizes of those that could be had."""
+        sizes = objects.sizes(self._git, object_ids)
+        if len(sizes) == len(object_ids):
+            return sizes
+        with self._locked():
+            fetching.fetch_contents(self._git, object_ids)
+        return objects.sizes(self._git, object_ids)
+
+    def _healed(self, operation: Callable[[], T], contents: frozenset[str] = frozenset()) -> T:
+        """Do it; where git cannot, make the mirror anew, with these blobs, and try once more."""
+        try:
+            return operation()
+        except GitError:
+            with self._locked():
+                self._rebuild()
+                fetching.fetch_contents(self._git, contents)
+            return operation()
+
+    def _rebuild(self) -> None:
+        """Make the mirror aside, and put it in its place only when it is whole.
+
+        Of what was pinned, that is kept which something still leads to.
+        """
+        place = self._git.git_dir
+        for left_over in place.parent.glob(f"{place.name}.*.part"):
+            shutil.rmtree(left_over, ignore_errors=True)
         pins = self._pins()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        made, old = (Path(tempfile.mkdtemp(prefix=f"{place.name}.", suffix=".part", dir=place.parent)) for _ in "12")
         try:
-            self._make()
-            self._fetch(_REFSPECS)
-        except GitError as error:
-            raise git.source_fault(error, self.repository) or error from first
-        for commit in pins:
-            if self.has(commit):
-                self.pin(commit)
+            fetching.make(replace(self._git, git_dir=made), self.repository)
+            if place.exists():
+                os.replace(place, old)
+            os.replace(made, place)
+            for commit in filter(self.has, pins):
+                self._git("update-ref", f"refs/grader/{commit}", commit)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
     def _pins(self) -> list[str]:
         try:
-            return self._git(["for-each-ref", "--format=%(objectname)", "refs/grader"]).decode().split()
-        except InfrastructureError:  # too damaged even for that
+            return self._git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/grader").decode().split()
+        except GitError:  # nothing there yet, or too broken even for that
             return []
 
-    def _git(self, arguments: list[str], stdin: bytes = b"") -> bytes:
-        return git.run(self._folder, arguments, timeout_s=self._timeout_s, stdin=stdin)
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the mirror against every other process and thread."""
+        self._git.git_dir.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise InfrastructureError(
+                f"another grading has been fetching {self.repository} for over {self._git.timeout_s:g} s", "try again"
+            ) from error
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
-def _lines(object_ids: Iterable[str]) -> bytes:
-    return "".join(f"{each}\n" for each in object_ids).encode()
-
-
-def _entry(line: bytes) -> Entry:
-    head, _, path = line.partition(b"\t")
-    mode, _, object_id = head.split(b" ")
-    return Entry(path.decode("utf-8", "surrogateescape"), _KINDS.get(mode, Kind.FILE), object_id.decode())
-
-
-def _batch(answer: bytes) -> Iterable[tuple[str, bytes]]:
-    position = 0
-    while position < len(answer):
-        end = answer.index(b"\n", position)
-        fields = answer[position:end].split()
-        position = end + 1
-        if len(fields) == 3:
-            size = int(fields[2])
-            yield fields[0].decode(), answer[position : position + size]
-            position += size + 1
+def _ambiguous(ref: str, found: list[str]) -> SourceError:
+    candidates = ", ".join(commit[:12] for commit in found[:_MAX_CANDIDATES])
+    more = f" and {len(found) - _MAX_CANDIDATES} more" if len(found) > _MAX_CANDIDATES else ""
+    return SourceError(
+        f"{ref!r} is the beginning of {len(found)} commits: {candidates}{more}",
+        "hand in the link with more digits of the commit that you mean",
+    )

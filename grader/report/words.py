@@ -32,7 +32,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "worth_zero": ("costs no points", "不扣分"),
     "rank": ("rank", "进程号 rank"),
     "tensor": ("tensor", "张量"),
-    "index": ("worst index", "误差最大处"),
+    "worst_index": ("worst index", "误差最大处"),
     "got": ("got", "你的值"),
     "expected": ("expected", "应为"),
     "absolute_error": ("absolute error", "绝对误差"),

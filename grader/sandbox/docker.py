@@ -16,12 +16,12 @@ from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+import docker
 import docker.errors
 import docker.types
 import requests
 from docker.utils.socket import frames_iter
 
-import docker
 from grader.errors import SandboxError
 from grader.sandbox import owner
 from grader.sandbox.base import Ending, Finished, Specification

@@ -5,10 +5,9 @@ import os
 from functools import cache
 from pathlib import Path
 
+import docker
 import docker.errors
 import psutil
-
-import docker
 
 LABEL = "org.tinyinfinitrain.grader"
 _OWNER = f"{LABEL}.owner"

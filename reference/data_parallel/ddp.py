@@ -8,8 +8,8 @@ hooks fire in another order cannot pair the wrong buckets.
 The loss of each rank is already divided by the number of valid tokens *of the whole step* (`loss.py`), so gradients
 are summed, never averaged: right for uneven token counts too.
 
-Bytes sent per rank: 2(p-1)/p G, once a step however many microbatches; one call a bucket. With `find_unused` each
-    parameter adds one element to its bucket. Construction broadcasts the parameters once.
+Bytes sent per rank: 2(p-1)/p G, once a step however many microbatches; one call a bucket. With `find_unused` one
+    more call of 4 bytes a parameter. Construction broadcasts the parameters once.
 Memory: parameters, gradients and optimizer states in full on every rank (16N bytes in mixed precision with Adam); the
     gradients *are* the buckets.
 Bubble: none. Exposed communication is what is left of the last bucket when backward ends.
@@ -29,24 +29,33 @@ from .. import comm
 from ..comm import Group, Pending
 from .buckets import BUCKET_BYTES, broadcast_from_first, padded, plan, views_of
 
+SUMMED_TWICE = (
+    "backward added to gradients that are already summed over ranks: call finish() and set gradients to None "
+    "(zero_grad) after each step, and wrap all microbatches but the last in no_sync()"
+)
+
 
 class Bucket:
-    """Some parameters whose gradients are views of one flat tensor (`flat`, padded to a multiple of p)."""
+    """Some parameters whose gradients are views of one flat tensor.
 
-    def __init__(self, parameters: list[Parameter], group: Group, with_flags: bool) -> None:
+    Attributes:
+        flat: The gradients side by side, then zeros up to a multiple of p.
+        missing: Parameters whose gradient has not come in the backward pass that synchronises.
+        reduced: Whether its sum over ranks has been started; then nothing may be added any more.
+    """
+
+    def __init__(self, parameters: list[Parameter], group: Group) -> None:
         self.parameters = parameters
-        count = sum(parameter.numel() for parameter in parameters)
-        flags = len(parameters) if with_flags else 0
-        self.flat = parameters[0].new_zeros(padded(count + flags, group))
+        self.count = sum(parameter.numel() for parameter in parameters)
+        self.flat = parameters[0].new_zeros(padded(self.count, group))
         self.views = views_of(self.flat, parameters)
-        self.flags = self.flat[count : count + flags]
-        self.missing = len(parameters)
+        self.missing = set(parameters)
         self.reduced = False
         self.pending: Pending | None = None
 
 
 class GradientReducer:
-    """Sums gradients over a group during backward. A subclass says how one bucket travels.
+    """Sums gradients over a group during backward.
 
     Use, for each step: `no_sync()` around all microbatches but the last, then `finish()`, then read the gradients,
     then set them to None (`optimizer.zero_grad()`).
@@ -55,7 +64,7 @@ class GradientReducer:
         parameters: In the order of registration.
         group: The ranks that hold the same parameters and other tokens.
         bucket_bytes: See `buckets.plan`.
-        find_unused: Allow parameters without gradient on some or all ranks, at the price of one flag each.
+        find_unused: Allow parameters without gradient on some or all ranks, for one more small all-reduce.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class GradientReducer:
     ) -> None:
         self.group = group
         self.find_unused = find_unused
-        self.buckets = [Bucket(members, group, find_unused) for members in plan(parameters, bucket_bytes)]
+        self.buckets = [Bucket(members, group) for members in plan(parameters, bucket_bytes)]
         self._syncing = True
         self._launched = 0
         for bucket in self.buckets:
@@ -86,28 +95,27 @@ class GradientReducer:
 
     def _arrived(self, bucket: Bucket, view: Tensor, parameter: Parameter) -> None:
         """A gradient is final for this backward pass: put it in its place; start the bucket that it completes."""
-        if parameter.grad is not view:  # the first microbatch: cheaper than zeroing views and adding to them
+        self._place(bucket, view, parameter)
+        if self._syncing:
+            bucket.missing.discard(parameter)
+            while self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
+                self._launch(self.buckets[self._launched])
+
+    def _place(self, bucket: Bucket, view: Tensor, parameter: Parameter) -> None:
+        """Make the gradient a view of its bucket: later microbatches then add to it there."""
+        if parameter.grad is not view:  # the first microbatch; cheaper than zeroing all views and adding to them
             view.copy_(parameter.grad)
             parameter.grad = view
             bucket.reduced = False
-        elif bucket.pending is not None or bucket.reduced:
-            raise RuntimeError(
-                "backward added to gradients that are already summed over ranks: call finish() and set gradients to "
-                "None (zero_grad) after each step, and wrap all microbatches but the last in no_sync()"
-            )
-        if self._syncing:
-            bucket.missing -= 1
-            while self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
-                self._launch(self.buckets[self._launched])
+        elif bucket.reduced:
+            raise RuntimeError(SUMMED_TWICE)
 
     def _launch(self, bucket: Bucket) -> None:
-        if self.find_unused:
-            used = [float(parameter.grad is not None) for parameter in bucket.parameters]
-            bucket.flags.copy_(torch.tensor(used))
-        bucket.pending = self.reduce_bucket(bucket)
+        bucket.pending = self._reduce(bucket)
+        bucket.reduced = True
         self._launched += 1
 
-    def reduce_bucket(self, bucket: Bucket) -> Pending:
+    def _reduce(self, bucket: Bucket) -> Pending:
         """Start to sum one bucket over the group."""
         return comm.all_reduce(bucket.flat, self.group)
 
@@ -120,31 +128,40 @@ class GradientReducer:
         for bucket in self.buckets[self._launched :]:
             self._fill_gaps(bucket)
             self._launch(bucket)
+        unused = self._unused_everywhere() if self.find_unused else []
         for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
             self._settle(bucket)
+        for parameter in unused:
+            parameter.grad = None  # as in serial training: no weight decay, no momentum
         self._launched = 0
 
     def _fill_gaps(self, bucket: Bucket) -> None:
-        unused = [
-            view
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
-            if parameter.grad is None  # an earlier microbatch's gradient is there and counts
-        ]
-        if unused and not self.find_unused:
-            shapes = ", ".join(str(tuple(view.shape)) for view in unused)
-            raise RuntimeError(f"{len(unused)} parameters had no gradient (shapes {shapes}); pass find_unused=True")
+        """Zeros stand for a parameter that had no gradient in the whole step; an earlier microbatch's counts."""
+        unused = [v for p, v in zip(bucket.parameters, bucket.views, strict=True) if p.grad is None]
+        self._allow_unused(unused)
         for view in unused:
             view.zero_()
 
+    def _allow_unused(self, unused: list[Tensor]) -> None:
+        if unused and not self.find_unused:
+            shapes = ", ".join(str(tuple(view.shape)) for view in unused)
+            raise RuntimeError(f"{len(unused)} parameters had no gradient (shapes {shapes}); pass find_unused=True")
+
+    def _unused_everywhere(self) -> list[Parameter]:
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        flags = [parameter.grad is not None for parameter in parameters]
+        used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
+        comm.all_reduce(used, self.group, "max").wait()
+        return [parameter for parameter, flag in zip(parameters, used.tolist(), strict=True) if not flag]
+
     def _settle(self, bucket: Bucket) -> None:
-        """Give every parameter its sum; one that no rank used keeps None, as in serial training."""
-        used = bucket.flags.tolist() if self.find_unused else [1.0] * len(bucket.parameters)
-        for parameter, view, count in zip(bucket.parameters, bucket.views, used, strict=True):
-            parameter.grad = view if count else None
-        bucket.missing = len(bucket.parameters)
-        bucket.reduced, bucket.pending = True, None
+        """Wait, and give every parameter its sum."""
+        if bucket.pending is not None:
+            bucket.pending.wait()
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            parameter.grad = view
+        bucket.missing.update(bucket.parameters)
+        bucket.pending = None
 
 
 class DistributedDataParallel(nn.Module):

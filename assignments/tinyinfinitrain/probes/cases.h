@@ -28,7 +28,7 @@
 namespace probe {
 
 constexpr size_t kLogBytes = 16384;
-constexpr unsigned kCaseSeconds = 30;
+constexpr unsigned kCaseSeconds = 20;
 
 // What the command line said.
 struct Arguments {

@@ -121,7 +121,7 @@ def judge_student(check: str, someone: Student, seed: int = 0) -> tuple[str, str
     return CheckStatus.PASSED.value, ""
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_right_student_passes(check: str, seed: int) -> None:
     assert judge(check, "", seed) == ("passed", "")
