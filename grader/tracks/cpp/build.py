@@ -24,11 +24,11 @@ _OUT = "out"
 _MAX_BINARIES = 512 * MEBIBYTE
 _MAX_CACHE = 192 * MEBIBYTE
 _THIRD_PARTY = "/opt/third_party"
-_PCH = "/opt/pch/system.h"
 # Tries with the precompiled headers; where that fails, what the plain way says is what counts.
-_LAUNCHER = f"""#!/bin/sh
+_LAUNCHER = """#!/bin/sh
+case "$*" in */test/*) headers=testing ;; *) headers=system ;; esac
 said=$(mktemp)
-if ccache "$@" -include {_PCH} -Winvalid-pch 2>"$said"; then cat "$said" >&2; rm -f "$said"; exit 0; fi
+if ccache "$@" -include /opt/pch/$headers.h -Winvalid-pch 2>"$said"; then cat "$said" >&2; rm -f "$said"; exit 0; fi
 rm -f "$said"
 exec ccache "$@"
 """
@@ -192,6 +192,7 @@ def _environment(sandbox: Sandbox) -> dict[str, str]:
     return {
         "CCACHE_DIR": f"{sandbox.root}/ccache",
         "CCACHE_DEPEND": "1",
+        "CCACHE_PCH_EXTSUM": "1",
         "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
         "CCACHE_MAXSIZE": "150M",
         "CCACHE_NOSTATS": "1",
