@@ -123,7 +123,8 @@ def install(recorder: Recorder) -> None:
         for name in _FORMULAS
         if hasattr(base, name) and not hasattr(base, _OLD_NAMES.get(name, "no such name"))
     }
-    setattr(c10d, "ProcessGroup", type("ProcessGroup", (base,), {"__init__": _without_store(base), **methods}))  # noqa: B010 - replacing torch's class is the point, which an assignment would hide from the type checker
+    recording = type("ProcessGroup", (base,), {"__init__": _without_store(base), **_twin_methods(base), **methods})
+    setattr(c10d, "ProcessGroup", recording)  # noqa: B010 - replacing torch's class is the point, which an assignment would hide from the type checker
     setattr(c10d.Work, "wait", _noting_wait(recorder, c10d.Work.wait))  # noqa: B010 - as above
     made = c10d._new_group_with_tag
     setattr(c10d, "_new_group_with_tag", _noting_new_group(recorder, made))  # noqa: B010 - as above
@@ -132,8 +133,36 @@ def install(recorder: Recorder) -> None:
 def _without_store(base: Any) -> Callable[..., None]:
     def initialise(self: Any, *arguments: Any) -> None:
         base.__init__(self, *arguments[-2:])  # a Python subclass is made from rank and size alone
+        self.plain = base(*arguments[-2:])
 
     return initialise
+
+
+def _twin_methods(base: Any) -> dict[str, Callable[..., Any]]:
+    """Give a plain twin every backend and name that the recording group is given.
+
+    Collectives are called on the twin: torch holds the interpreter's lock while it calls one on a Python subclass, and
+    gloo's own thread may hold gloo's lock while it waits for the interpreter's, to free a tensor. Each would then wait
+    for the other for ever, in code that is right.
+    """
+
+    def both(name: str) -> Callable[..., Any]:
+        method = getattr(base, name)
+
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            method(self.plain, *arguments, **options)
+            return method(self, *arguments, **options)
+
+        return call
+
+    names = (
+        "_set_default_backend",
+        "_register_backend",
+        "_set_group_name",
+        "_set_group_desc",
+        "_enable_collectives_timing",
+    )
+    return {name: both(name) for name in names if hasattr(base, name)}
 
 
 def _noting(recorder: Recorder, base: Any, name: str) -> Callable[..., Any]:
@@ -146,7 +175,7 @@ def _noting(recorder: Recorder, base: Any, name: str) -> Callable[..., Any]:
         size = _bytes(values[contributed]) if len(values) > contributed else 0
         recorder.bytes_sent += formula(size, self.size(), note.get("group_peer") == self.rank())
         with recorder.naming_failure(note):
-            work = method(self, *arguments, **options)
+            work = method(self.plain, *arguments, **options)
         recorder.issue(work, note)
         return work
 

@@ -48,6 +48,11 @@ def test_every_rank_has_a_folder_of_its_own_that_is_gone_afterwards(session: Ses
     assert not any(os.path.exists(folder) for folder in folders)
 
 
+def test_many_short_collectives_never_hang_on_the_recorder(session: Session):
+    for _ in range(3):
+        assert len(call(session, "many_short_collectives", 4)) == 4
+
+
 def test_torchs_own_wrappers_collectives_and_groups_work_under_the_recorder(session: Session):
     results = call(session, "everything_torch_has", 4)
     for rank, result in enumerate(results):

@@ -24,6 +24,14 @@ def all_reduce(context, inputs):
     return {"total": total}
 
 
+def many_short_collectives(context, inputs):
+    total = inputs["x"].clone()
+    for _ in range(400):
+        dist.broadcast(inputs["x"].clone(), src=0)
+        dist.all_reduce(torch.ones(3))
+    return {"total": total}
+
+
 def everything_torch_has(context, inputs):
     rank, size = context.rank, context.world_size
     module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, dtype=torch.float64))
