@@ -19,6 +19,7 @@ from grader import grade, images
 from grader.assignment import manifest as manifests
 from grader.intake import url, workspace
 from grader.intake.repository import Mirrors
+from grader.job import Request
 from grader.sandbox import open_sandbox
 from grader.sandbox.base import MEBIBYTE, Limits, Specification
 from grader.settings import Settings
@@ -45,7 +46,7 @@ def cold_grade(link: str, scratch: Path) -> tuple[float, dict[str, float]]:
     """Grade with empty caches; return seconds of wall time, and by phase."""
     settings = Settings(cache=scratch)
     began = time.monotonic()
-    request = grade.Request(link=link, assignment=ASSIGNMENT, fresh=True)
+    request = Request(link=link, assignment=ASSIGNMENT, fresh=True)
     (grading,) = grade.grade(request, settings, _Silent())
     return time.monotonic() - began, grading.record.phases.model_dump()
 

@@ -23,6 +23,7 @@ from grader.assignment import manifest as manifests
 from grader.assignment.starter import starter as make_starter
 from grader.errors import GraderError, UsageError
 from grader.intake import url as links
+from grader.job import Request
 from grader.outcome import leave
 from grader.report import render, terminal
 from grader.settings import PROJECT_ROOT, Settings
@@ -106,7 +107,7 @@ def submit(  # noqa: PLR0913, PLR0917 - one parameter a flag of the public contr
         raise UsageError("this version cannot hand in at a server", "leave --server out to grade here")
     console = Console(stderr=True)
     progress = TerminalProgress(console)
-    request = pipeline.Request(
+    request = Request(
         link=url, assignment=assignment, student=student, runner=runner, gpus=gpus, language=lang, fresh=fresh
     )
     try:

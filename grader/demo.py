@@ -9,6 +9,7 @@ from rich.text import Text
 
 from assignments.data_parallel import sample
 from grader import grade
+from grader.job import Request
 from grader.outcome import leave
 from grader.report.words import number
 from grader.settings import Settings
@@ -34,7 +35,7 @@ def main() -> None:
         table = Table("commit", "score", "report", title="a student's history, graded")
         for stage in sample.make(Path(scratch) / "student"):
             console.print(Text(f"grading {stage.commit[:12]}: {stage.name}"))
-            request = grade.Request(link=stage.link, assignment=sample.ASSIGNMENT, runner="local", fresh=True)
+            request = Request(link=stage.link, assignment=sample.ASSIGNMENT, runner="local", fresh=True)
             (grading,) = grade.grade(request, settings, _Silent())
             folder = leave(grading, OUT / stage.name.replace(" ", "-"))
             score = f"{number(grading.record.score)} / {number(grading.record.available)}"

@@ -10,6 +10,10 @@ import docker.errors
 import pytest
 import requests
 import torch
+from hypothesis import settings
+
+settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("shared machine")
 
 
 @cache

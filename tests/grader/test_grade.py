@@ -6,6 +6,7 @@ import pytest
 from assignments.data_parallel import sample
 from grader import grade
 from grader.errors import SourceError, UsageError
+from grader.job import Request
 from grader.record import CheckStatus, RecordStatus
 from grader.settings import Settings
 from tests.fixtures.python_repositories import make_repository
@@ -30,7 +31,7 @@ def stages(tmp_path_factory):
 
 
 def graded(settings, link, **options):
-    request = grade.Request(**{"link": link, "runner": "local", **options})
+    request = Request(**{"link": link, "runner": "local", **options})
     return grade.grade(request, settings, Silent())
 
 

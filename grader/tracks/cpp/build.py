@@ -2,11 +2,14 @@
 
 The original build file is tried first, the student's own where that one cannot build everything; what is built with
 which is said, and both count. System headers come precompiled from the image: a source that does not compile with them
-is compiled again without, so nothing that builds the plain way fails here.
+is compiled again without, so nothing that builds the plain way fails here. Sources that are the original ones byte for
+byte are compiled several at once (CMake's unity build), each of the student's alone; where a student's header does not
+bear that, everything is compiled alone.
 """
 
 import hashlib
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from grader.tracks.cpp.compiler import CompileError, errors
 BuildFile = Literal["pristine", "student"]
 _BUILD_FILE = "CMakeLists.txt"
 _OUT = "out"
+_UNITY_FAILED = re.compile(r"^FAILED: .*/Unity/unity_\d+", re.MULTILINE)
 _MAX_BINARIES = 512 * MEBIBYTE
 _MAX_CACHE = 192 * MEBIBYTE
 _THIRD_PARTY = "/opt/third_party"
@@ -34,7 +38,8 @@ exec ccache "$@"
 """
 # Runs after the whole build file, when the libraries are known, whoever wrote the build file.
 _INCLUDE = "cmake_language(DEFER CALL include {root}/probes.cmake)\n"
-_PROBES = """file(GLOB probe_sources {root}/probes/*.cc)
+_PROBES = """set_source_files_properties({own} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+file(GLOB probe_sources {root}/probes/*.cc)
 foreach(source ${{probe_sources}})
   get_filename_component(name ${{source}} NAME_WE)
   add_executable(probe_${{name}} ${{source}})
@@ -53,7 +58,8 @@ g++ --version | head -n 1 > toolchain; cmake --version | head -n 1 >> toolchain
 cmake -S src -B build -G Ninja -DBUILD_TEST=ON -DBUILD_TESTING=OFF -DUSE_CUDA={cuda} \\
   -DCMAKE_CXX_SCAN_FOR_MODULES=OFF -DCMAKE_CXX_COMPILER_LAUNCHER={root}/launcher \\
   -DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold -DCMAKE_RUNTIME_OUTPUT_DIRECTORY={root}/{out} \\
-  -DCMAKE_PROJECT_TOP_LEVEL_INCLUDES={root}/include.cmake || exit 1
+  -DCMAKE_PROJECT_TOP_LEVEL_INCLUDES={root}/include.cmake \
+  -DCMAKE_UNITY_BUILD="$UNITY" -DCMAKE_UNITY_BUILD_BATCH_SIZE=8 || exit 1
 known=$(ninja -C build -t targets all | sed 's/:.*//')
 wanted=
 for target in {targets}; do
@@ -69,7 +75,7 @@ class Plan:
 
     Attributes:
         files: The student's files, overlaid, by path.
-        build_file: The original build file, or None where it cannot be had.
+        originals: The original files by path, the build file among them; empty where they cannot be had.
         tests: Names of the official tests' targets.
         probes: Our programs' sources and headers by plain name; each `.cc` is a program `probe_<stem>`.
         timeout_s: For one build.
@@ -80,7 +86,7 @@ class Plan:
     """
 
     files: Mapping[str, bytes]
-    build_file: bytes | None
+    originals: Mapping[str, bytes]
     tests: Sequence[str]
     probes: Mapping[str, bytes]
     timeout_s: float = 600.0
@@ -88,6 +94,17 @@ class Plan:
     cuda: bool = False
     cache: Path | None = None
     label: str = ""
+
+    @property
+    def build_file(self) -> bytes | None:
+        """The original build file."""
+        return self.originals.get(_BUILD_FILE)
+
+    @property
+    def own_sources(self) -> tuple[str, ...]:
+        """The sources that are not the original ones byte for byte."""
+        sources = (path for path in self.files if path.endswith((".cc", ".cpp", ".cu")))
+        return tuple(path for path in sources if self.files[path] != self.originals.get(path))
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -158,18 +175,30 @@ def _put(sandbox: Sandbox, plan: Plan) -> None:
     sources = {f"src/{path}": content for path, content in plan.files.items() if not path.startswith("third_party/")}
     ours = {
         "include.cmake": _INCLUDE.format(root=root).encode(),
-        "probes.cmake": _PROBES.format(root=root).encode(),
+        "probes.cmake": _PROBES.format(root=root, own=_cmake_list(plan.own_sources)).encode(),
         **{f"probes/{name}": content for name, content in plan.probes.items()},
     }
     sandbox.put({**sources, **ours})
     sandbox.put({"build.sh": script.encode(), "launcher": _LAUNCHER.encode()}, executable=True)
 
 
+def _cmake_list(paths: Sequence[str]) -> str:
+    """Return paths as CMake's bracket arguments, in which nothing has a meaning but the bracket's own end."""
+    return " ".join(f"[==[{path}]==]" for path in paths if "]==]" not in path) or "none"
+
+
 def _attempt(sandbox: Sandbox, plan: Plan, which: BuildFile) -> BuildResult:
+    """Build with one of the build files, several original sources at once; one by one where that is what fails."""
+    result = _compile(sandbox, plan, which, unity=True)
+    return _compile(sandbox, plan, which, unity=False) if _UNITY_FAILED.search(result.log) else result
+
+
+def _compile(sandbox: Sandbox, plan: Plan, which: BuildFile, *, unity: bool) -> BuildResult:
     content = plan.build_file if which == "pristine" else plan.files.get(_BUILD_FILE)
     if content is not None:
         sandbox.put({f"src/{_BUILD_FILE}": content})
-    finished = sandbox.run(["./build.sh"], timeout_s=plan.timeout_s, environment=_environment(sandbox))
+    environment = {**_environment(sandbox), "UNITY": "ON" if unity else "OFF"}
+    finished = sandbox.run(["./build.sh"], timeout_s=plan.timeout_s, environment=environment)
     found = sandbox.get(_OUT, max_bytes=_MAX_BINARIES)
     binaries = {name.removeprefix(f"{_OUT}/"): data for name, data in found.items()}
     root = str(sandbox.root)

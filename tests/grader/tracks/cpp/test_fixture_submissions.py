@@ -7,6 +7,7 @@ import pytest
 
 from grader import grade
 from grader.errors import SourceError
+from grader.job import Request
 from grader.record import CheckStatus, Record, RecordStatus
 from grader.settings import Settings
 from tests.fixtures.cpp_repositories import Submission, make_odd, make_student, make_upstream, write_assignment
@@ -95,7 +96,7 @@ def graded(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) ->
 
     def run(submission: Submission) -> Record:
         name = submission.repository.path.name
-        request = grade.Request(link=f"https://github.com/student/{name}/tree/{submission.commit}")
+        request = Request(link=f"https://github.com/student/{name}/tree/{submission.commit}")
         (grading,) = grade.grade(request, settings, _Quiet())
         return grading.record
 
