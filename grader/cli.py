@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -306,7 +307,8 @@ def _keep_traceback(debug: bool) -> None:
 
 
 def main() -> None:
-    """Enter from the console script."""
+    """Enter from the console script. Being told to end must still remove sandboxes, so it ends as an exception does."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     raise SystemExit(run_edge(cli))
 
 
