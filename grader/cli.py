@@ -21,7 +21,6 @@ from grader import grade as pipeline
 from grader import images as image_store
 from grader import signature
 from grader.assignment import manifest as manifests
-from grader.assignment.starter import starter as make_starter
 from grader.errors import GraderError, UsageError
 from grader.intake import url as links
 from grader.job import Request
@@ -235,6 +234,8 @@ def starter(ids: tuple[str, ...], output: Path) -> None:
     for name in ids:
         if name not in known or known[name].track != "torch":
             raise UsageError(f"there is no starter of {name!r}", "see `grader assignments`; C++ ones have their own")
+    from grader.assignment.starter import starter as make_starter  # noqa: PLC0415  (libcst is slow to import)
+
     files = make_starter(
         [known[name] for name in ids], known.values(), PROJECT_ROOT / "reference", settings.assignments
     )

@@ -117,10 +117,11 @@ class Job:
         seed = secrets.randbits(62)
         folder = Path(tempfile.mkdtemp(prefix="grader-job-"))
         try:
-            built = self._build() if self.manifest.track == "cpp" else None
-            context = self._context(folder, built, seed)
-            with self.watch.phase("judge"):
-                results = judge.run(context, self._say, workers=self._workers())
+            with judge.started(self.settings.assignments / self.manifest.id, self._workers()) as waiting:
+                built = self._build() if self.manifest.track == "cpp" else None
+                context = self._context(folder, built, seed)
+                with self.watch.phase("judge"):
+                    results = waiting.run(context, self._say)
             logs = self._logs(context, built)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -181,7 +182,11 @@ class Job:
         )
 
     def _workers(self) -> int:
-        return min(self.settings.judge_workers, os.cpu_count() or 1)
+        """Return how many judge side by side. C++ checks are far shorter than another worker's import of torch."""
+        if self.manifest.track == "cpp":
+            return 1
+        checks = sum(len(item.checks) for item in self.manifest.items)
+        return max(1, min(self.settings.judge_workers, os.cpu_count() or 1, checks // judge.CHECKS_PER_WORKER))
 
     def _say(self, result: CheckResult, done: int, planned: int) -> None:
         self.watch.progress.note(f"[{done}/{planned}] {result.check.status:<12} {result.item} {result.check.id}")

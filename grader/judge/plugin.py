@@ -13,6 +13,8 @@ Several marks on one test make it several checks; `{name}` in an id is filled in
 Results go to `Context.results_path`, one JSON object a line, as they come; under xdist the controller writes them.
 """
 
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +36,7 @@ _MANIFEST = pytest.StashKey[Manifest]()
 _CLAIM = pytest.StashKey[Claim]()
 _METRICS = pytest.StashKey[dict[str, float]]()
 _RESULT = "grader.result"
+_POLL_S = 0.02
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,11 +50,21 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--grader-context")
     if path is None:
         raise pytest.UsageError("the judge needs --grader-context FILE")
+    _await(path)
     config.stash[_CONTEXT] = context = read(path)
     config.stash[_MANIFEST] = manifest = load(context.assignment_dir)
     config.stash[SUBMISSIONS] = Submissions(context, manifest)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Writer(context.results_path), "grader.results")
+
+
+def _await(path: Path) -> None:
+    """Wait until there is something to judge, or nobody is left who could say so."""
+    starter = os.getppid()
+    while not path.exists():
+        if os.getppid() != starter:
+            pytest.exit("nobody waits for a judge any more", returncode=pytest.ExitCode.INTERRUPTED)
+        time.sleep(_POLL_S)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -50,6 +50,7 @@ class Submissions:
     manifest: Manifest
     _torch: Session | None = None
     _client: AgentClient | None = None
+    _built: frozenset[str] = frozenset()
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @contextlib.contextmanager
@@ -83,16 +84,17 @@ class Submissions:
         return TorchSubmission(self._torch, timeout_s)
 
     def _cpp(self) -> CppSubmission:
-        folder = self.context.binaries_dir
-        binaries = files_below(folder) if folder is not None else {}
         if self._client is None:
+            folder = self.context.binaries_dir
+            binaries = files_below(folder) if folder is not None else {}
+            self._built = frozenset(binaries)
             files = {f"bin/{name}": data for name, data in binaries.items()}
             if self.context.data_dir is not None:
                 files |= files_below(self.context.data_dir)
             opened = AgentClient.open(self.context.kind, self._specification(), files, python=self._python())
             self._client = self._open.enter_context(opened)
         return CppSubmission(
-            self._client, Build.of(self.context, binaries), self.manifest.limits.case_s, self._program_limits()
+            self._client, Build.of(self.context, self._built), self.manifest.limits.case_s, self._program_limits()
         )
 
     def _specification(self) -> Specification:

@@ -239,7 +239,11 @@ def _numbers(got: Tensor, expected: Tensor, bound: Tensor) -> dict[str, object]:
 
 
 def _index(flat: int, tensor: Tensor) -> list[int]:
-    return [int(place) for place in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+    places = []
+    for size in reversed(tensor.shape):
+        flat, place = divmod(flat, size)
+        places.append(place)
+    return places[::-1]
 
 
 def _failure(

@@ -8,10 +8,9 @@ import contextlib
 import io
 import os
 import socket
-import tarfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -24,8 +23,10 @@ from docker.utils.socket import frames_iter
 
 from grader.errors import SandboxError
 from grader.sandbox import owner
+from grader.sandbox.archive import pack, unpack
 from grader.sandbox.base import Ending, Finished, Specification
 from grader.sandbox.logs import Log
+from grader.sandbox.sockets import Capped, SocketWriter, feed, raw, write_all
 
 ROOT = PurePosixPath("/work")
 USER = 10000
@@ -61,7 +62,7 @@ class DockerProcess:
         self._oom_before = sandbox.oom_kills()
         reader, writer = os.pipe()
         self._stdout: BinaryIO = os.fdopen(reader, "rb", buffering=0)
-        self._stdin: BinaryIO = io.BufferedWriter(_SocketWriter(connection), 1 << 16)
+        self._stdin: BinaryIO = io.BufferedWriter(SocketWriter(connection), 1 << 16)
         self._pump = threading.Thread(target=self._demultiplex, args=(writer,), daemon=True)
         self._pump.start()
 
@@ -106,7 +107,7 @@ class DockerProcess:
                 if stream == _STDERR:
                     self._log.feed(data)
                 elif stream == _STDOUT:
-                    _write_all(writer, data)
+                    write_all(writer, data)
         except OSError:  # the reader closed its end, or the connection was closed by `kill`
             pass
         finally:
@@ -138,7 +139,7 @@ class DockerSandbox:
         try:
             self._api = docker.APIClient(version="auto", timeout=_ENGINE_TIMEOUT_S)
             self._container = self._create(specification)
-            self._guard = _raw(self._api.attach_socket(self._container, params=_ATTACH))
+            self._guard = raw(self._api.attach_socket(self._container, params=_ATTACH))
             self._guard_frames = frames_iter(self._guard, tty=False)
             self._api.start(self._container)
             self._answer()
@@ -148,7 +149,7 @@ class DockerSandbox:
 
     def put(self, files: Mapping[str, bytes], *, executable: bool = False, read_only: bool = False) -> None:
         """Write files below the root, as one archive through a program's standard input."""
-        archive = _archive(files, executable=executable, read_only=read_only)
+        archive = pack(files, executable=executable, read_only=read_only)
         owner_flag = "--no-same-owner"
         argv = ["tar", "-x", "-p", owner_flag, "--overwrite", "-C", str(ROOT), "-f", "-"]
         finished = self._run(argv, stdin=archive, timeout_s=120)[0]
@@ -167,7 +168,7 @@ class DockerSandbox:
             raise SandboxError(f"{path} holds more than the cap of {max_bytes} bytes")
         if finished.exit_code not in {0, 1}:  # 2: nothing is there; 1: a file changed while it was read
             return {}
-        return _regular_files(archive, max_bytes, max_files)
+        return unpack(archive, max_bytes, max_files)
 
     def run(
         self,
@@ -206,7 +207,7 @@ class DockerSandbox:
                 workdir=str(ROOT / cwd),
                 user=self._user,
             )["Id"]
-            connection = _raw(self._api.exec_start(exec_id, socket=True))
+            connection = raw(self._api.exec_start(exec_id, socket=True))
         except _ENGINE_ERRORS as error:
             raise _engine_failure(error, "") from error
         return DockerProcess(self, exec_id, connection)
@@ -290,10 +291,10 @@ class DockerSandbox:
         """Run a program, keeping at most one byte more of its output than the cap."""
         process = self.start(argv, cwd=cwd, environment=environment)
         cap = self.limits.log_bytes if log_stdout else max_stdout
-        kept = _Capped(cap + 1)
+        kept = Capped(cap + 1)
         reader = threading.Thread(target=kept.read_from, args=(process.stdout,), daemon=True)
         reader.start()
-        writer = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
+        writer = threading.Thread(target=feed, args=(process.stdin, stdin), daemon=True)
         writer.start()
         finished = process.wait(timeout_s)
         reader.join(timeout=5)
@@ -339,111 +340,12 @@ def host_options(specification: Specification) -> dict[str, Any]:
     }
 
 
-class _SocketWriter(io.RawIOBase):
-    """Writes to a connection; closing sends the end of the stream and leaves the other direction open."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any, /) -> int:
-        return self._connection.send(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_WR)
-        super().close()
-
-
-class _Capped:
-    def __init__(self, max_bytes: int) -> None:
-        self.data = b""
-        self._room = max_bytes
-
-    def read_from(self, stream: BinaryIO) -> None:
-        parts = []
-        while data := stream.read(1 << 16):
-            parts.append(data[: self._room])
-            self._room -= len(parts[-1])
-        self.data = b"".join(parts)
-
-
-def _raw(connection: Any) -> socket.socket:
-    """Return a socket of our own without a timeout, whatever the SDK wrapped around it."""
-    copied = socket.socket(fileno=os.dup(connection.fileno()))
-    copied.settimeout(None)
-    connection.close()
-    return copied
-
-
-def _feed(stream: BinaryIO, data: bytes) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        stream.write(data)
-        stream.close()
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
 def _ending(timed_out: bool, code: int | None, out_of_memory: bool) -> Ending:
     if out_of_memory:
         return Ending.OUT_OF_MEMORY
     if timed_out or code is None:
         return Ending.TIMEOUT
     return Ending.KILLED if 128 < code <= 192 else Ending.EXITED
-
-
-def _archive(files: Mapping[str, bytes], *, executable: bool, read_only: bool) -> bytes:
-    """Return a tar archive with folders before their files, owned by whoever unpacks it."""
-    mode = (0o444 if read_only else 0o644) | (0o111 if executable else 0)
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for folder in _folders(files):
-            entry = tarfile.TarInfo(folder)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            archive.addfile(entry)
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), mode
-            archive.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def _folders(files: Mapping[str, bytes]) -> Iterator[str]:
-    seen: set[str] = set()
-    for name in files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise SandboxError(f"path {name!r} leads out of the sandbox")
-        for parent in reversed(path.parents):
-            if str(parent) not in seen and str(parent) != ".":
-                seen.add(str(parent))
-                yield str(parent)
-
-
-def _regular_files(archive: bytes, max_bytes: int, max_files: int) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    total = 0
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
-            for entry in opened:
-                if not entry.isfile():
-                    continue
-                total += entry.size
-                if total > max_bytes or len(found) >= max_files:
-                    raise SandboxError(f"more than {max_files} files or {max_bytes} bytes came out of the sandbox")
-                content = opened.extractfile(entry)
-                assert content is not None
-                found[entry.name.removeprefix("./")] = content.read()
-    except tarfile.TarError as error:
-        raise SandboxError(f"what came out of the sandbox is no archive: {error}") from error
-    return found
 
 
 def _engine_failure(error: Exception, image: str) -> SandboxError:

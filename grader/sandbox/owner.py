@@ -31,17 +31,17 @@ def reap() -> int:
 
     A process is its boot, number and start time together: numbers are given out again.
     """
-    removed = 0
-    api = docker.APIClient(version="auto")
     try:
-        for container in api.containers(all=True, filters={"label": LABEL}):
-            if not _alive(container["Labels"].get(_OWNER, "")):
-                with contextlib.suppress(docker.errors.APIError):  # somebody else removes it just now
-                    api.remove_container(container["Id"], force=True, v=True)
-                    removed += 1
-    finally:
-        api.close()
-    return removed
+        api = docker.APIClient(version="auto")
+    except docker.errors.DockerException:  # what needs the engine says so itself, and better
+        return 0
+    with contextlib.closing(api):
+        ours = api.containers(all=True, filters={"label": LABEL})
+        abandoned = [each["Id"] for each in ours if not _alive(each["Labels"].get(_OWNER, ""))]
+        for container in abandoned:
+            with contextlib.suppress(docker.errors.APIError):  # somebody else removes it just now
+                api.remove_container(container, force=True, v=True)
+    return len(abandoned)
 
 
 def _alive(owner: str) -> bool:

@@ -3,8 +3,8 @@
 The original build file is tried first, the student's own where that one cannot build everything; what is built with
 which is said, and both count. System headers come precompiled from the image: a source that does not compile with them
 is compiled again without, so nothing that builds the plain way fails here. Sources that are the original ones byte for
-byte are compiled several at once (CMake's unity build), each of the student's alone; where a student's header does not
-bear that, everything is compiled alone.
+byte are compiled several at once (CMake's unity build), each of the student's alone; a target that does not bear that,
+for a student's header or for two helpers of one name, is compiled again one source at a time.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from grader.tracks.cpp.compiler import CompileError, errors
 BuildFile = Literal["pristine", "student"]
 _BUILD_FILE = "CMakeLists.txt"
 _OUT = "out"
-_UNITY_FAILED = re.compile(r"^FAILED: .*/Unity/unity_\d+", re.MULTILINE)
+_UNITY_FAILED = re.compile(r"^FAILED: .*?([^/ ]+)\.dir/Unity/unity_\d+", re.MULTILINE)
 _MAX_BINARIES = 512 * MEBIBYTE
 _MAX_CACHE = 192 * MEBIBYTE
 _THIRD_PARTY = "/opt/third_party"
@@ -50,16 +50,21 @@ foreach(source ${{probe_sources}})
     endif()
   endforeach()
 endforeach()
+foreach(target {alone})
+  if(TARGET ${{target}})
+    set_target_properties(${{target}} PROPERTIES UNITY_BUILD OFF)
+  endif()
+endforeach()
 """
 _SCRIPT = """#!/bin/sh
-rm -rf build {out}
+[ -n "$AGAIN" ] || rm -rf build {out}
 ln -sfn {third_party} src/third_party
 g++ --version | head -n 1 > toolchain; cmake --version | head -n 1 >> toolchain
 cmake -S src -B build -G Ninja -DBUILD_TEST=ON -DBUILD_TESTING=OFF -DUSE_CUDA={cuda} \\
   -DCMAKE_CXX_SCAN_FOR_MODULES=OFF -DCMAKE_CXX_COMPILER_LAUNCHER={root}/launcher \\
   -DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold -DCMAKE_RUNTIME_OUTPUT_DIRECTORY={root}/{out} \\
   -DCMAKE_PROJECT_TOP_LEVEL_INCLUDES={root}/include.cmake \
-  -DCMAKE_UNITY_BUILD="$UNITY" -DCMAKE_UNITY_BUILD_BATCH_SIZE=8 || exit 1
+  -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8 || exit 1
 known=$(ninja -C build -t targets all | sed 's/:.*//')
 wanted=
 for target in {targets}; do
@@ -175,7 +180,6 @@ def _put(sandbox: Sandbox, plan: Plan) -> None:
     sources = {f"src/{path}": content for path, content in plan.files.items() if not path.startswith("third_party/")}
     ours = {
         "include.cmake": _INCLUDE.format(root=root).encode(),
-        "probes.cmake": _PROBES.format(root=root, own=_cmake_list(plan.own_sources)).encode(),
         **{f"probes/{name}": content for name, content in plan.probes.items()},
     }
     sandbox.put({**sources, **ours})
@@ -188,16 +192,18 @@ def _cmake_list(paths: Sequence[str]) -> str:
 
 
 def _attempt(sandbox: Sandbox, plan: Plan, which: BuildFile) -> BuildResult:
-    """Build with one of the build files, several original sources at once; one by one where that is what fails."""
-    result = _compile(sandbox, plan, which, unity=True)
-    return _compile(sandbox, plan, which, unity=False) if _UNITY_FAILED.search(result.log) else result
+    """Build with one of the build files; where original sources do not compile together, those targets once more."""
+    result = _compile(sandbox, plan, which)
+    alone = _UNITY_FAILED.findall(result.log)
+    return _compile(sandbox, plan, which, sorted(set(alone))) if alone else result
 
 
-def _compile(sandbox: Sandbox, plan: Plan, which: BuildFile, *, unity: bool) -> BuildResult:
+def _compile(sandbox: Sandbox, plan: Plan, which: BuildFile, alone: Sequence[str] = ()) -> BuildResult:
+    """Build; where targets are to be compiled one source at a time, what is built already stays."""
     content = plan.build_file if which == "pristine" else plan.files.get(_BUILD_FILE)
-    if content is not None:
-        sandbox.put({f"src/{_BUILD_FILE}": content})
-    environment = {**_environment(sandbox), "UNITY": "ON" if unity else "OFF"}
+    probes = _PROBES.format(root=sandbox.root, own=_cmake_list(plan.own_sources), alone=_cmake_list(alone))
+    sandbox.put({"probes.cmake": probes.encode(), **({f"src/{_BUILD_FILE}": content} if content is not None else {})})
+    environment = {**_environment(sandbox), "AGAIN": "yes" if alone else ""}
     finished = sandbox.run(["./build.sh"], timeout_s=plan.timeout_s, environment=environment)
     found = sandbox.get(_OUT, max_bytes=_MAX_BINARIES)
     binaries = {name.removeprefix(f"{_OUT}/"): data for name, data in found.items()}

@@ -10,6 +10,7 @@ _RESULT = "result.json"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _CASE = re.compile(r"\bTEST(?:_F)?\s*\(\s*(\w+)\s*,\s*(\w+)\s*\)")
 _FATAL = re.compile(r"^F\d{4,8} [^\]]*\] (.*)$", re.MULTILINE)
+_BUILD_PATH = re.compile(r"^(?:/\S*?/|\.\./)src/", re.MULTILINE)  # what stands before the student's own path
 _LOG_CHARACTERS = 2_000
 _MOST_FAILURES = 5
 
@@ -73,7 +74,8 @@ def _judge(case: str, finished: CommandFinished) -> None:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         because = f": {fatal[1]}" if fatal else ""
         raise SubmissionFailure("crashed", f"{case} ended before googletest could report, with {how}{because}", log)
-    failures = [str(each.get("failure", "")).strip() for each in report.get("failures", ())][:_MOST_FAILURES]
+    found = [str(each.get("failure", "")).strip() for each in report.get("failures", ())]
+    failures = [_BUILD_PATH.sub("", failure) for failure in found[:_MOST_FAILURES]]
     if failures:
         raise SubmissionFailure("failed", "\n".join(failures), log)
     if report.get("result") != "COMPLETED":

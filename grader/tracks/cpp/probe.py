@@ -113,6 +113,8 @@ def unpack(name: str, finished: CommandFinished) -> dict[str, Tensor]:
 
 
 def _require_end(name: str, finished: CommandFinished) -> None:
+    if finished.out_of_memory:
+        raise _failure("out_of_memory", f"the probe {name} used up its memory", finished)
     if finished.ending == "timeout":
         raise _failure("timeout", f"the probe {name} did not end within its time", finished)
     if finished.ending == "killed":
