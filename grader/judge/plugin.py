@@ -14,6 +14,7 @@ Results go to `Context.results_path`, one JSON object a line, as they come; unde
 """
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes  # gradients import it late: better while a submission is built
 
 from grader.assignment.manifest import Manifest, load
 from grader.judge.context import CheckResult, Context, Device, lacking, read
@@ -34,6 +36,7 @@ from grader.record import CheckStatus
 _CONTEXT = pytest.StashKey[Context]()
 _MANIFEST = pytest.StashKey[Manifest]()
 _CLAIM = pytest.StashKey[Claim]()
+_EXIT = pytest.StashKey[int]()
 _METRICS = pytest.StashKey[dict[str, float]]()
 _RESULT = "grader.result"
 _POLL_S = 0.02
@@ -67,11 +70,21 @@ def _await(path: Path) -> None:
         time.sleep(_POLL_S)
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keep how it ended, for the end of the process."""
+    session.config.stash[_EXIT] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove this process's sandbox."""
+    """Remove this process's sandbox, and end at once: taking torch down by the interpreter's rules takes a second."""
     submissions = config.stash.get(SUBMISSIONS, None)
     if submissions is not None:
         submissions.close()
+    if _EXIT in config.stash and not hasattr(config, "workerinput"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_EXIT])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
