@@ -78,10 +78,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove this process's sandbox, and end at once: taking torch down by the interpreter's rules takes a second."""
-    submissions = config.stash.get(SUBMISSIONS, None)
+    submissions, is_worker = config.stash.get(SUBMISSIONS, None), hasattr(config, "workerinput")
     if submissions is not None:
         submissions.close()
-    if _EXIT in config.stash and not hasattr(config, "workerinput"):
+    # Any other end has something to say after this.
+    if config.stash.get(_EXIT, None) in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not is_worker:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(config.stash[_EXIT])

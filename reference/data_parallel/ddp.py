@@ -95,6 +95,8 @@ class GradientReducer:
 
     def _arrived(self, bucket: Bucket, view: Tensor, parameter: Parameter) -> None:
         """A gradient is final for this backward pass: put it in its place; start the bucket that it completes."""
+        if parameter.grad is None:
+            return  # left for later by a split backward (zero-bubble pipelines); `finish` finds it
         self._place(bucket, view, parameter)
         if self._syncing:
             bucket.missing.discard(parameter)
@@ -136,11 +138,13 @@ class GradientReducer:
         self._launched = 0
 
     def _fill_gaps(self, bucket: Bucket) -> None:
-        """Zeros stand for a parameter that had no gradient in the whole step; an earlier microbatch's counts."""
-        unused = [v for p, v in zip(bucket.parameters, bucket.views, strict=True) if p.grad is None]
-        self._allow_unused(unused)
-        for view in unused:
-            view.zero_()
+        """Place what came without a hook; zeros stand for a parameter that had no gradient in the whole step."""
+        self._allow_unused([v for p, v in zip(bucket.parameters, bucket.views, strict=True) if p.grad is None])
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
 
     def _allow_unused(self, unused: list[Tensor]) -> None:
         if unused and not self.find_unused:

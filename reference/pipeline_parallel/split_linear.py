@@ -61,11 +61,13 @@ class _SplitLinear(torch.autograd.Function):
         return input_gradient, None, None, None
 
 
+@torch.no_grad()  # called outside of any backward, too
 def _weight_gradients(input: Tensor, gradient: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
     rows = gradient.flatten(0, -2)
     return rows.T @ input.flatten(0, -2), rows.sum(0) if has_bias else None
 
 
+@torch.no_grad()
 def _accumulate(layer: SplitLinear, weight_gradient: Tensor, bias_gradient: Tensor | None) -> None:
     for parameter, gradient in ((layer.weight, weight_gradient), (layer.bias, bias_gradient)):
         if gradient is None or not parameter.requires_grad:
