@@ -17,7 +17,7 @@ demo: setup  ## grade a sample submission through the whole path, without Docker
 	$(BIN)/python -m grader.demo
 
 test: setup  ## run what this machine can run, and say what was left out
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff format --check .

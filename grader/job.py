@@ -154,7 +154,9 @@ class Job:
 
     def _compile_cache(self) -> Path:
         """One for each student: nobody can leave a poisoned object for somebody else."""
-        owner = digest_of([self.submission.student or "", self.submission.repository])
+        owner = digest_of(
+            [f"student {self.submission.student}" if self.submission.student else self.submission.repository]
+        )
         return self.settings.cache / "compile" / owner[:32]
 
     def _context(self, folder: Path, built: BuildResult | None, seed: int) -> Context:

@@ -35,7 +35,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
     """
     key, value = _for_every_head(key, query), _for_every_head(value, query)
     if query.device.type == "cpu":
-        return _FUSED_CPU(query, key, value, 0.0, causal, scale=scale)
+        return _FUSED_CPU(*map(_in_rows, (query, key, value)), 0.0, causal, scale=scale)
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
     return ((scores - lse.unsqueeze(-1)).exp() @ value.to(lse.dtype)).to(query.dtype), lse
@@ -66,8 +66,8 @@ def attend_backward(
     """
     wide_key, wide_value = _for_every_head(key, query), _for_every_head(value, query)
     if query.device.type == "cpu":
-        arguments = (gradient, query, wide_key, wide_value, output, lse, 0.0, causal)
-        of_query, of_key, of_value = _FUSED_CPU_BACKWARD(*arguments, scale=scale)
+        tensors = map(_in_rows, (gradient, query, wide_key, wide_value, output, lse))
+        of_query, of_key, of_value = _FUSED_CPU_BACKWARD(*tensors, 0.0, causal, scale=scale)
     else:
         of_query, of_key, of_value = _plain_backward(gradient, query, wide_key, wide_value, output, lse, causal, scale)
     return of_query, _for_own_heads(of_key, key), _for_own_heads(of_value, value)
@@ -84,6 +84,11 @@ def merge(output: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> tupl
     old = (lse - reference).exp().unsqueeze(-1)
     new = (block_lse - reference).exp().unsqueeze(-1)
     return output * old + block.to(output.dtype) * new, merged
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with neighbouring elements of a row side by side: the kernels take that for granted."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _for_every_head(tensor: Tensor, query: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def graded(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) ->
 
     def run(submission: Submission) -> Record:
         name = submission.repository.path.name
-        request = Request(link=f"https://github.com/student/{name}/tree/{submission.commit}")
+        link = f"https://github.com/student/{name}/tree/{submission.commit}"
+        request = Request(link=link, student="tester")
         (grading,) = grade.grade(request, settings, _Quiet())
         return grading.record
 
