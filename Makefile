@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_WORKERS ?= 2
 
-.PHONY: setup demo test lint format bench bench-grade images clean
+.PHONY: setup demo test test-reference lint format bench bench-grade images clean
 
 setup: $(VENV)/.ready  ## make .venv with everything
 
@@ -18,6 +18,9 @@ demo: setup  ## grade a sample submission through the whole path, without Docker
 
 test: setup  ## run what this machine can run, and say what was left out
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+
+test-reference: setup  ## prove every parallel strategy equal to serial training; prints what was proved
+	$(BIN)/python -m pytest tests/reference -n $(PYTEST_WORKERS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff format --check .
