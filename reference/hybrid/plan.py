@@ -54,6 +54,7 @@ class Plan:
         _require_divides(config.num_heads, mesh.tp, "query heads", "tensor parallel ranks")
         _require_divides(config.kv_heads, mesh.tp, "key and value heads", "tensor parallel ranks")
         _require_divides(config.hidden, mesh.tp, "hidden features", "tensor parallel ranks")
+        _require_divides(config.embedding_rows, mesh.tp, "rows of the embedding (pad them)", "tensor parallel ranks")
         _require_divides(self.sequences, mesh.size("dp", "ep"), "sequences of a microbatch", "data ranks (dp x ep)")
         if mesh.ep > 1 and not config.num_experts:
             raise ValueError(f"mesh axis ep has size {mesh.ep}, but the model has no experts")
