@@ -38,8 +38,8 @@ class Zero3:
 
     Args:
         module: Called as ever; hooks do the rest. Use it nowhere while `Zero3` is being made.
-        units: Submodules, such as the blocks; the rest of the module is the root. The first forward pass records
-            their order; until then the given order is taken for it.
+        units: Submodules, such as the blocks; the rest of the module is the root, and where no parameter is left for
+            it, the first unit is. The first forward pass records their order; until then the given order is taken.
         group: The ranks that share the parameters; they hold other tokens.
         optimizer: Makes the optimizer from this rank's shards. It must work element by element.
         find_unused: Allow parameters without gradient; in a shard theirs is zero, so weight decay applies to them.
@@ -62,6 +62,8 @@ class Zero3:
         if len(set(inside)) < len(inside):
             raise ValueError("two units share a parameter; leave shared parameters to the root, outside all units")
         rest = [parameter for parameter in module.parameters() if parameter not in set(inside)]
+        if not rest:
+            rest, units = list(units[0].parameters()), units[1:]
         self.root = Unit(rest, group)
         self.units = [self.root, *(Unit(list(unit.parameters()), group) for unit in units)]
         self._order = list(self.units)
