@@ -5,7 +5,8 @@ for its send while its peer waited for its own would wait for ever. And messages
 in which they were sent, not in the order in which they are wanted; both orders follow from the schedule, so receives
 are posted in the sender's order, each into a buffer of its own.
 
-Bytes sent per rank: 2 b s h e a boundary between ranks a microbatch. Memory: what the schedule keeps alive.
+Bytes sent per rank: 2 b s h e a boundary between ranks a microbatch. Memory: what the schedule keeps alive, and on CPUs
+two buffers a peer for what may come early.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class Pipeline:
         self._shape, self._dtype = tuple(shape), dtype
         self._device = next((p.device for stage in stages.values() for p in stage.parameters()), torch.device("cpu"))
         self._groups = (group, upward or group)
+        # NCCL would run a receive that is posted early before the sends that its peer is waiting for.
+        self.ahead = 2 if self._device.type == "cpu" else 0
         everything = messages(schedule)
         self._incoming = {
             peer: [m for m in everything if m.source == peer and m.destination == group.rank]
@@ -132,9 +135,12 @@ class _Step:
         self._pipeline, self._inputs, self._loss = pipeline, inputs, loss
         self._arrived: dict[tuple[int, int, bool], tuple[Tensor, Pending]] = {}
         self._posted = {peer: 0 for peer in pipeline._incoming}
+        self._taken = dict(self._posted)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._sends: list[tuple[Tensor, Pending]] = []
         self._total = torch.zeros((), device=pipeline._device)
+        for peer in pipeline._incoming:
+            self._post_ahead(peer)
 
     def take(self, action: Action) -> None:
         """Do one action."""
@@ -196,19 +202,30 @@ class _Step:
 
     def _receive(self, stage: int, microbatch: int, *, is_gradient: bool) -> Tensor:
         key = (stage, microbatch, is_gradient)
-        if key not in self._arrived:
-            self._post_until(stage + (1 if is_gradient else -1), key)
+        sender = self._pipeline.schedule.rank_of(stage + (1 if is_gradient else -1))
+        while key not in self._arrived:
+            posted = self._post_next(sender)
+            assert posted, "a valid schedule wants no message that is never sent"
         tensor, pending = self._arrived.pop(key)
+        if sender != self._pipeline.group.rank:
+            self._taken[sender] += 1
+            self._post_ahead(sender)
         pending.wait()
         return tensor
 
-    def _post_until(self, sender_stage: int, key: tuple[int, int, bool]) -> None:
-        """Post receives in the sender's order until the wanted one is among them."""
+    def _post_ahead(self, peer: int) -> None:
+        """Keep some receives posted before they are wanted, so that messages travel while this rank computes."""
+        while self._posted[peer] - self._taken[peer] < self._pipeline.ahead and self._post_next(peer):
+            pass
+
+    def _post_next(self, peer: int) -> bool:
+        """Post the receive of the next message of `peer`, in the order in which it sends; False after its last."""
         pipeline = self._pipeline
-        peer = pipeline.schedule.rank_of(sender_stage)
-        while key not in self._arrived:
-            message = pipeline._incoming[peer][self._posted[peer]]
-            buffer = torch.empty(pipeline._shape, dtype=pipeline._dtype, device=pipeline._device)
-            pending = comm.exchange([], [(buffer, peer)], pipeline.direction(peer, pipeline.group.rank))
-            self._arrived[message.stage, message.microbatch, message.is_gradient] = (buffer, pending)
-            self._posted[peer] += 1
+        if self._posted[peer] == len(pipeline._incoming[peer]):
+            return False
+        message = pipeline._incoming[peer][self._posted[peer]]
+        buffer = torch.empty(pipeline._shape, dtype=pipeline._dtype, device=pipeline._device)
+        pending = comm.exchange([], [(buffer, peer)], pipeline.direction(peer, pipeline.group.rank))
+        self._arrived[message.stage, message.microbatch, message.is_gradient] = (buffer, pending)
+        self._posted[peer] += 1
+        return True
