@@ -34,6 +34,16 @@ State = dict[str, Tensor]
 """The optimizer's state of one parameter, by torch's names: `exp_avg`, `momentum_buffer`, `step`, ..."""
 
 
+def folder_of(runs: Path, step: int) -> Path:
+    """Return where the checkpoint after `step` steps lies: one is never written over another."""
+    return runs / f"step-{step:09d}"
+
+
+def latest(runs: Path) -> Path | None:
+    """Return the latest whole checkpoint below `runs`; the index file is written last, so a broken one has none."""
+    return max((path.parent for path in runs.glob("step-*/.metadata")), default=None)
+
+
 def save(trainer: Trainer, folder: Path, step: int) -> None:
     """Write the run after `step` steps; all ranks call it together."""
     states = _gathered_states(trainer)

@@ -64,7 +64,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
-    parser.add_argument("--checkpoint", type=Path, help="a folder; training goes on from what lies there")
+    parser.add_argument("--checkpoint", type=Path, help="a folder; training goes on from the latest in it")
     parser.add_argument("--every", type=int, default=10, help="save after so many steps")
     return parser.parse_args(given)
 
@@ -108,16 +108,16 @@ def train(options: argparse.Namespace) -> None:
         return torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.1)
 
     trainer = Trainer(GPT(plan.config).to(getattr(torch, options.dtype)), plan, groups, optimizer)
-    done = 0
-    if options.checkpoint is not None and (options.checkpoint / ".metadata").exists():
-        done = checkpoints.load(trainer, options.checkpoint)
-        _say(groups, f"goes on after step {done} from {options.checkpoint}")
+    done, saved = 0, checkpoints.latest(options.checkpoint) if options.checkpoint is not None else None
+    if saved is not None:
+        done = checkpoints.load(trainer, saved)
+        _say(groups, f"goes on after step {done} from {saved}")
     for step in range(done, options.steps):
         batch = [(share(a, plan, groups), share(b, plan, groups)) for a, b in batch_of(text, plan, step)]
         result = trainer.step(batch, options.max_norm)
         _say(groups, f"step {step + 1:>4}  loss {float(result.loss):.9f}  norm {float(result.norm):.9f}")
         if options.checkpoint is not None and (step + 1) % options.every == 0:
-            checkpoints.save(trainer, options.checkpoint, step + 1)
+            checkpoints.save(trainer, checkpoints.folder_of(options.checkpoint, step + 1), step + 1)
 
 
 def _say(groups: Groups, line: str) -> None:
