@@ -70,31 +70,36 @@ class ExpertParallelMoE(nn.Module):
         tokens = x.flatten(0, -2)
         routing = self.gate(tokens)
         load = global_load(routing.experts, self.config.num_experts, self.tokens_group)
-        limit = capacity(int(load.sum()) // self.config.top_k, self.config)
-        fits = within_capacity(routing.experts, self._index(tokens), load, limit, self.tokens_group)
-        weights = routing.weights.to(x.dtype)
-        out = self._through_experts(tokens, routing.experts, weights, fits).view_as(x)
+        chosen = self._within_capacity(routing.experts, load, tokens)
+        out = self._through_experts(tokens, chosen, routing.weights.to(x.dtype)).view_as(x)
         if self.sequence_parallel:
             out = autograd.scatter(out, self.tensor_group, 1)
         return out, auxiliary_share(routing, load, self.config)
+
+    def _within_capacity(self, experts: Tensor, load: Tensor, tokens: Tensor) -> Tensor:
+        """Return the choices; those that find no room name the expert E, which does not exist."""
+        if self.config.capacity_factor == 0:
+            return experts
+        limit = capacity(int(load.sum()) // self.config.top_k, self.config)
+        fits = within_capacity(experts, self._index(tokens), load, limit, self.tokens_group)
+        return experts.masked_fill(~fits, self.config.num_experts)
 
     def _index(self, tokens: Tensor) -> Tensor:
         if self.token_index is not None:
             return self.token_index
         return torch.arange(len(tokens), device=tokens.device) + len(tokens) * self.tokens_group.rank
 
-    def _through_experts(self, tokens: Tensor, experts: Tensor, weights: Tensor, fits: Tensor) -> Tensor:
+    def _through_experts(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of what each token's experts make of it: `[T, W]`."""
-        num_experts = self.config.num_experts
-        chosen = experts.masked_fill(~fits, num_experts).flatten()
-        order = chosen.argsort(stable=True)[: int(fits.sum())]
-        rows = order // experts.shape[1]
+        num_experts, chosen = self.config.num_experts, experts.flatten()
         leaving = torch.bincount(chosen, minlength=num_experts + 1)[:num_experts]
+        order = chosen.argsort(stable=True)[: int(leaving.sum())]
+        rows = order // experts.shape[1]
         leaving = leaving.view(self.experts_group.size, -1)
         arriving = torch.empty_like(leaving)
         comm.all_to_all_into(arriving, leaving.contiguous(), self.experts_group).wait()
         sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
-        visitors = autograd.all_to_all(tokens[rows], self.experts_group, received, sent)
+        visitors = autograd.all_to_all(tokens.index_select(0, rows), self.experts_group, received, sent)
         answers = self._own_experts(visitors, arriving.flatten().tolist())
         returned = autograd.all_to_all(answers, self.experts_group, sent, received)
         scale = weights.flatten()[order]

@@ -22,6 +22,7 @@ from reference.data_parallel.ddp import DistributedDataParallel
 from reference.data_parallel.zero1 import Zero1
 from reference.data_parallel.zero3 import Zero3
 from reference.expert_parallel.moe import ExpertParallelMoE
+from reference.expert_parallel.routing import auxiliary_share
 from reference.model import GPTConfig, MoE
 from reference.pipeline_parallel.actions import Kind, Schedule
 from reference.pipeline_parallel.gpipe import gpipe
@@ -295,17 +296,17 @@ def experts(group: Group) -> Sides:
         def step() -> dict[str, Tensor]:
             own.zero_grad()
             given = x.clone().requires_grad_()
-            out = forward(given)
-            out.square().sum().backward()
+            out, auxiliary = forward(given)
+            (out.square().sum() + auxiliary).backward()
             assert given.grad is not None
             return {"out": out.detach(), "x": given.grad}
 
         return step
 
-    return side(lambda given: own(given)[0]), side(partial(_plain_moe, own, group.size))
+    return side(own), side(partial(_plain_moe, own, group.size))
 
 
-def _plain_moe(moe: ExpertParallelMoE, size: int, x: Tensor) -> Tensor:
+def _plain_moe(moe: ExpertParallelMoE, size: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """The usual way: sort by expert, `all_to_all_single` with its autograd form, loop over experts, and back."""
     tokens = x.flatten(0, -2)
     routing = moe.gate(tokens)
@@ -324,7 +325,9 @@ def _plain_moe(moe: ExpertParallelMoE, size: int, x: Tensor) -> Tensor:
         answers = answers.index_add(0, places, expert(come[places]))
     back = _exchanged(answers, sent, received)
     weights = routing.weights.flatten()[order].unsqueeze(1)
-    return torch.zeros_like(tokens).index_add(0, rows, back * weights).view_as(x)
+    out = torch.zeros_like(tokens).index_add(0, rows, back * weights).view_as(x)
+    dist.all_reduce(leaving)
+    return out, auxiliary_share(routing, leaving, moe.config)
 
 
 def _exchanged(tensor: Tensor, output_sizes: list[int], input_sizes: list[int]) -> Tensor:

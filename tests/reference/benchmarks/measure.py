@@ -20,7 +20,7 @@ Step = Callable[[], Numbers]
 Sides = tuple[Step, Step]
 """Ours, and the native peer's."""
 
-ROUNDS = 25  # fewer leave an interval that is wider than what is to be told apart
+ROUNDS = 41  # fewer leave an interval that is wider than what is to be told apart
 MOST = 1.00
 MOST_UPPER = 1.05
 _RESAMPLES = 2_000
