@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_WORKERS ?= 2
 
-.PHONY: setup demo test test-reference lint format bench bench-grade bench-reference images clean
+.PHONY: setup demo test test-reference lint format bench bench-grade bench-reference bench-memory images clean
 
 setup: $(VENV)/.ready  ## make .venv with everything
 
@@ -35,10 +35,13 @@ format: setup
 images: setup  ## build the runner images (needs Docker)
 	$(BIN)/grader images build
 
-bench: bench-reference
+bench: bench-reference bench-memory
 
 bench-reference: setup  ## ours against torch's own: one table, exit 1 where ours is slower
 	$(BIN)/python -W ignore -m tests.reference.benchmarks
+
+bench-memory: setup  ## what each rank holds at its peak, against the formulas
+	$(BIN)/python -W ignore -m tests.reference.benchmarks.memory
 
 bench-grade: setup  ## make bench-grade URL=...: a cold grade against the plain way, in the same image
 	@test -n "$(URL)" || { echo "say which commit: make bench-grade URL=https://github.com/<owner>/TinyInfiniTrain/tree/<commit>"; exit 2; }
