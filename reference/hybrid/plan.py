@@ -3,6 +3,7 @@
 Nothing here communicates or holds a tensor, so an impossible plan fails at once, with its numbers, on every rank.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -79,6 +80,10 @@ class Plan:
     def local_shape(self) -> tuple[int, int]:
         """Sequences and tokens of one rank's part of a microbatch, before any split over tensor parallel ranks."""
         return self.sequences // self.mesh.size("dp", "ep"), self.length // self.mesh.cp
+
+    def first_row(self, coordinates: Mapping[str, int]) -> int:
+        """Return which sequence of a microbatch is the first of the rank that stands at `coordinates`."""
+        return self.local_shape[0] * (coordinates["dp"] * self.mesh.ep + coordinates["ep"])
 
     def make_schedule(self) -> Schedule:
         """Return the pipeline's schedule."""

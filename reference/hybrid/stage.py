@@ -158,8 +158,7 @@ class Stage(nn.Module):
     def _token_index(self) -> Tensor:
         """Return where this rank's tokens stand in the whole microbatch, read row by row."""
         rows = self.plan.local_shape[0]
-        place = self.groups.coordinates["dp"] * self.plan.mesh.ep + self.groups.coordinates["ep"]
-        starts = (torch.arange(rows) + rows * place) * self.plan.length
+        starts = (torch.arange(rows) + self.plan.first_row(self.groups.coordinates)) * self.plan.length
         return (starts[:, None] + self.positions).flatten()
 
     def forward(self, value: Tensor) -> Tensor:
@@ -212,11 +211,6 @@ class Stage(nn.Module):
         if name.startswith("wte") or name.endswith((".qkv.weight", ".qkv.bias", ".fc.weight", ".fc.bias")):
             return 0
         return 1 if name.endswith(".proj.weight") else None
-
-    def pieces(self) -> Iterator[tuple[Tensor, Piece]]:
-        """Yield (parameter, piece) for everything that a checkpoint holds of this stage."""
-        for name, parameter in self.named_parameters():
-            yield from ((parameter, piece) for piece in self.cut(name, parameter))
 
     def cut(self, name: str, tensor: Tensor) -> Iterator[Piece]:
         """Return the pieces of a tensor shaped as the parameter `name`: itself, its gradient, an optimizer's state."""

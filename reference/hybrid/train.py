@@ -130,7 +130,7 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
-        comm.start()
+        comm.start("gloo")  # the model lies on CPUs, also where there are GPUs
     try:
         train(options)
     except ValueError as error:

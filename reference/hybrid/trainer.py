@@ -177,9 +177,8 @@ class Trainer:
 
 def share(tensor: Tensor, plan: Plan, groups: Groups) -> Tensor:
     """Return this rank's rows and tokens of a microbatch `[sequences, length]`."""
-    place = groups.coordinates["dp"] * plan.mesh.ep + groups.coordinates["ep"]
-    rows = plan.local_shape[0]
-    mine = tensor[rows * place : rows * (place + 1)]
+    first = plan.first_row(groups.coordinates)
+    mine = tensor[first : first + plan.local_shape[0]]
     context = groups.along("cp")
     if context.size == 1:
         return mine

@@ -1,7 +1,7 @@
 """Trains the common problem on a mesh, and puts the parts together again for comparison with the serial oracle."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,15 +22,8 @@ DENSE = GPTConfig(
     width=16,
     ffn_width=24,
 )
-EXPERTS = GPTConfig(
-    vocab_size=61,
-    padded_vocab_size=64,
-    max_positions=16,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=8,
-    width=16,
-    ffn_width=24,
+EXPERTS = replace(
+    DENSE,
     positions="rotary",
     num_experts=4,
     expert_every=2,
