@@ -106,6 +106,13 @@ def test_every_schedule_and_stage_of_zero_trains_as_one_process_does(schedule, z
     require_serial([run(plan, "adamw", 0.1)], 4)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_that_no_hook_announced_are_reduced_too(zero) -> None:
+    """With one microbatch a split backward adds each weight's gradient after autograd is through."""
+    plan = Plan(DENSE, Mesh(pp=2, dp=2), SEQUENCES, LENGTH, microbatches=1, schedule="zero_bubble", zero=zero)
+    require_serial([run(plan)], 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
