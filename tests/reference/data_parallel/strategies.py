@@ -33,7 +33,7 @@ from tests.reference.training import (
     share_of_loss,
 )
 
-BUCKET_BYTES = 4096
+BUCKET_BYTES = 16384
 """Small enough that the small model has many buckets."""
 
 
