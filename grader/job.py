@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -24,7 +24,7 @@ from grader.judge.context import BuildError, CheckResult, Context, Official
 from grader.record import AssignmentRef, Flag, Phases, Record, Runner, Submission
 from grader.settings import Settings
 from grader.store import Grading, artifacts, digest_of
-from grader.tracks.cpp.build import BuildResult, Plan, build
+from grader.tracks.cpp.build import BuildResult, Plan, building
 from grader.tracks.cpp.gtest import declared_cases
 
 Language = Literal["en", "zh"]
@@ -117,8 +117,11 @@ class Job:
         seed = secrets.randbits(62)
         folder = Path(tempfile.mkdtemp(prefix="grader-job-"))
         try:
-            with judge.started(self.settings.assignments / self.manifest.id, self._workers()) as waiting:
-                built = self._build() if self.manifest.track == "cpp" else None
+            with ExitStack() as stack:
+                waiting = stack.enter_context(
+                    judge.started(self.settings.assignments / self.manifest.id, self._workers())
+                )
+                built = self._build(stack) if self.manifest.track == "cpp" else None
                 context = self._context(folder, built, seed)
                 with self.watch.phase("judge"):
                     results = waiting.run(context, self._say)
@@ -127,7 +130,7 @@ class Job:
             shutil.rmtree(folder, ignore_errors=True)
         return self._grading(started, seed, built, context, results, logs)
 
-    def _build(self) -> BuildResult:
+    def _build(self, stack: ExitStack) -> BuildResult:
         originals = self.originals or {}
         plan = Plan(
             files=self.files,
@@ -141,7 +144,7 @@ class Job:
             label=self.submission.commit[:12],
         )
         with self.watch.phase("build"):
-            return build(self.request.runner, self.image.build, plan)
+            return stack.enter_context(building(self.request.runner, self.image.build, plan))
 
     def _official_items(self) -> tuple[ItemSpec, ...]:
         """Return the items whose official tests are at hand and can run here."""

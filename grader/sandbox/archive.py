@@ -2,15 +2,14 @@
 
 import io
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePosixPath
 
 from grader.errors import SandboxError
 
 
-def pack(files: Mapping[str, bytes], *, executable: bool, read_only: bool) -> bytes:
+def pack(files: Mapping[str, bytes], *, executable: Collection[str], read_only: bool) -> bytes:
     """Return a tar archive with folders before their files, owned by whoever unpacks it."""
-    mode = (0o444 if read_only else 0o644) | (0o111 if executable else 0)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for folder in _folders(files):
@@ -19,9 +18,14 @@ def pack(files: Mapping[str, bytes], *, executable: bool, read_only: bool) -> by
             archive.addfile(entry)
         for name, content in files.items():
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), mode
+            entry.size, entry.mode = len(content), file_mode(name, executable, read_only)
             archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def file_mode(name: str, executable: Collection[str], read_only: bool) -> int:
+    """Return the permissions of a file that is put into a sandbox."""
+    return (0o444 if read_only else 0o644) | (0o111 if name in executable else 0)
 
 
 def _folders(files: Mapping[str, bytes]) -> Iterator[str]:

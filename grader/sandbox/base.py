@@ -1,6 +1,6 @@
 """What every sandbox promises. `local` and `docker` keep it, and one conformance suite holds them to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import PurePosixPath
@@ -107,10 +107,11 @@ class Sandbox(Protocol):
         """The private writable folder, as a path that programs inside see."""
         ...
 
-    def put(self, files: Mapping[str, bytes], *, executable: bool = False, read_only: bool = False) -> None:
+    def put(self, files: Mapping[str, bytes], *, executable: Collection[str] = (), read_only: bool = False) -> None:
         """Write files at paths relative to `root`, making folders as needed.
 
-        With `read_only` a program inside that runs under another user than the sandbox's own cannot change them.
+        Those whose paths are in `executable` can be run. With `read_only` a program inside that runs under another user
+        than the sandbox's own cannot change them.
         """
         ...
 

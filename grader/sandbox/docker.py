@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -147,7 +147,7 @@ class DockerSandbox:
             self.close()
             raise _engine_failure(error, specification.image) from error
 
-    def put(self, files: Mapping[str, bytes], *, executable: bool = False, read_only: bool = False) -> None:
+    def put(self, files: Mapping[str, bytes], *, executable: Collection[str] = (), read_only: bool = False) -> None:
         """Write files below the root, as one archive through a program's standard input."""
         archive = pack(files, executable=executable, read_only=read_only)
         owner_flag = "--no-same-owner"
@@ -329,7 +329,8 @@ def host_options(specification: Specification) -> dict[str, Any]:
         "pids_limit": limits.processes,
         "mem_limit": limits.memory_bytes,
         "memswap_limit": limits.memory_bytes,
-        "nano_cpus": int(limits.cpus * 1e9),
+        # The engine refuses to promise more than there are.
+        "nano_cpus": int(min(limits.cpus, os.cpu_count() or 1) * 1e9),
         "ulimits": [
             docker.types.Ulimit(name="core", soft=0, hard=0),
             docker.types.Ulimit(name="fsize", soft=limits.file_bytes, hard=limits.file_bytes),

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -21,6 +21,7 @@ from uuid import uuid4
 import psutil
 
 from grader.errors import SandboxError
+from grader.sandbox.archive import file_mode
 from grader.sandbox.base import Ending, Finished, Limits, Specification
 from grader.sandbox.logs import Log, pump
 
@@ -103,15 +104,14 @@ class LocalSandbox:
         """The private folder."""
         return PurePosixPath(self._folder)
 
-    def put(self, files: Mapping[str, bytes], *, executable: bool = False, read_only: bool = False) -> None:
+    def put(self, files: Mapping[str, bytes], *, executable: Collection[str] = (), read_only: bool = False) -> None:
         """Write files below the root."""
-        mode = (0o444 if read_only else 0o644) | (0o111 if executable else 0)
         for name, content in files.items():
             path = self._inside(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             path.write_bytes(content)
-            path.chmod(mode)
+            path.chmod(file_mode(name, executable, read_only))
 
     def get(self, path: str, *, max_bytes: int, max_files: int = 10_000) -> dict[str, bytes]:
         """Read a file or a folder."""

@@ -100,8 +100,7 @@ class AgentClient:
         needs_torch: bool = False,
     ) -> Self:
         """Start the agent in a sandbox that is there. The client then owns the sandbox."""
-        sandbox.put(files, read_only=True, executable=True)
-        sandbox.put(_agent_files(), read_only=True)
+        sandbox.put({**files, **_agent_files()}, executable=files, read_only=True)
         argv = [python, "-P", "-s", "-B", "-m", "grader.agent.main"]
         if own_users:
             first = _FIRST_USER + _USERS_PER_SANDBOX * secrets.randbelow(_RANGES)

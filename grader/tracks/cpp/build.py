@@ -11,7 +11,9 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -24,9 +26,12 @@ from grader.tracks.cpp.compiler import CompileError, errors
 BuildFile = Literal["pristine", "student"]
 _BUILD_FILE = "CMakeLists.txt"
 _OUT = "out"
+_TOOLCHAIN = f"{_OUT}/.toolchain"
+_EXECUTABLE = ("build.sh", "launcher")
 _UNITY_FAILED = re.compile(r"^FAILED: .*?([^/ ]+)\.dir/Unity/unity_\d+", re.MULTILINE)
 _MAX_BINARIES = 512 * MEBIBYTE
 _MAX_CACHE = 192 * MEBIBYTE
+_COMPILER = 640 * MEBIBYTE  # what one takes at its peak, measured on the sources that include most, and a third more
 _THIRD_PARTY = "/opt/third_party"
 # Tries with the precompiled headers; where that fails, what the plain way says is what counts.
 _LAUNCHER = """#!/bin/sh
@@ -59,17 +64,19 @@ endforeach()
 _SCRIPT = """#!/bin/sh
 [ -n "$AGAIN" ] || rm -rf build {out}
 ln -sfn {third_party} src/third_party
-g++ --version | head -n 1 > toolchain; cmake --version | head -n 1 >> toolchain
+mkdir -p {out}
+{{ g++ --version | head -n 1; cmake --version | head -n 1; }} > {toolchain} &
 cmake -S src -B build -G Ninja -DBUILD_TEST=ON -DBUILD_TESTING=OFF -DUSE_CUDA={cuda} \\
   -DCMAKE_CXX_SCAN_FOR_MODULES=OFF -DCMAKE_CXX_COMPILER_LAUNCHER={root}/launcher \\
   -DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold -DCMAKE_RUNTIME_OUTPUT_DIRECTORY={root}/{out} \\
-  -DCMAKE_PROJECT_TOP_LEVEL_INCLUDES={root}/include.cmake \
+  -DCMAKE_PROJECT_TOP_LEVEL_INCLUDES={root}/include.cmake \\
   -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8 || exit 1
 known=$(ninja -C build -t targets all | sed 's/:.*//')
 wanted=
 for target in {targets}; do
   for name in $known; do [ "$name" = "$target" ] && wanted="$wanted $target" && break; done
 done
+wait
 exec ninja -C build -k 0 -j {jobs} $wanted
 """
 
@@ -143,8 +150,11 @@ class BuildResult:
     out_of_memory: bool = False
 
 
-def build(kind: Literal["docker", "local"], image: str, plan: Plan) -> BuildResult:
-    """Build everything that can be built.
+@contextmanager
+def building(kind: Literal["docker", "local"], image: str, plan: Plan) -> Iterator[BuildResult]:
+    """Build everything that can be built, and lend what came of it.
+
+    Meanwhile the compile cache is kept and the sandbox removed; that is done when the loan ends.
 
     Raises:
         InfrastructureError: The sandbox failed, or the local kind was asked for on a machine without the image's tools.
@@ -154,36 +164,63 @@ def build(kind: Literal["docker", "local"], image: str, plan: Plan) -> BuildResu
             "C++ submissions are built in a container, and this is the local runner",
             "use --runner docker; `grader doctor` says how to get it",
         )
-    limits = Limits(memory_bytes=plan.memory_bytes, scratch_bytes=2048 * MEBIBYTE, log_bytes=4 * MEBIBYTE)
-    with open_sandbox(kind, Specification(image=image, limits=limits, label=plan.label)) as sandbox:
-        _put(sandbox, plan)
-        _load_cache(sandbox, plan.cache)
-        own = plan.files.get(_BUILD_FILE)
-        result = _attempt(sandbox, plan, "pristine" if plan.build_file is not None else "student")
-        if result.failed_targets and plan.build_file is not None and own not in {None, plan.build_file}:
-            second = _attempt(sandbox, plan, "student")
-            result = second if len(second.failed_targets) < len(result.failed_targets) else result
-        _save_cache(sandbox, plan.cache)
+    sandbox = open_sandbox(kind, Specification(image=image, limits=_limits(plan), label=plan.label))
+    with ThreadPoolExecutor(max_workers=1) as later:
+        try:
+            result = _build(sandbox, plan)
+        except BaseException:
+            sandbox.close()
+            raise
+        left = later.submit(_leave, sandbox, plan.cache)
+        yield result
+        left.result()
+
+
+def _build(sandbox: Sandbox, plan: Plan) -> BuildResult:
+    """Build with the original build file, and with the student's where more comes of that."""
+    own = plan.files.get(_BUILD_FILE)
+    files = {**_cached(plan.cache), **_files(sandbox, plan)}
+    result = _attempt(sandbox, plan, "pristine" if plan.build_file is not None else "student", files)
+    if result.failed_targets and plan.build_file is not None and own not in {None, plan.build_file}:
+        second = _attempt(sandbox, plan, "student")
+        return second if len(second.failed_targets) < len(result.failed_targets) else result
     return result
 
 
-def _put(sandbox: Sandbox, plan: Plan) -> None:
+def _leave(sandbox: Sandbox, cache: Path | None) -> None:
+    with sandbox:
+        _save_cache(sandbox, cache)
+
+
+def _limits(plan: Plan) -> Limits:
+    return Limits(memory_bytes=plan.memory_bytes, scratch_bytes=2048 * MEBIBYTE, log_bytes=4 * MEBIBYTE)
+
+
+def compilers_at_once(limits: Limits) -> int:
+    """Return how many compilers run at once: on a machine of many cores they would not fit into the memory."""
+    return max(1, min(int(limits.cpus), os.cpu_count() or 1, limits.memory_bytes // _COMPILER))
+
+
+def _files(sandbox: Sandbox, plan: Plan) -> dict[str, bytes]:
+    """Return what every attempt builds from."""
     root = str(sandbox.root)
     script = _SCRIPT.format(
         out=_OUT,
+        toolchain=_TOOLCHAIN,
         root=root,
         third_party=_THIRD_PARTY,
         cuda="ON" if plan.cuda else "OFF",
-        jobs=os.cpu_count() or 2,
+        jobs=compilers_at_once(_limits(plan)),
         targets=" ".join(shlex.quote(target) for target in plan.targets),
     )
     sources = {f"src/{path}": content for path, content in plan.files.items() if not path.startswith("third_party/")}
-    ours = {
+    return {
+        **sources,
+        "build.sh": script.encode(),
+        "launcher": _LAUNCHER.encode(),
         "include.cmake": _INCLUDE.format(root=root).encode(),
         **{f"probes/{name}": content for name, content in plan.probes.items()},
     }
-    sandbox.put({**sources, **ours})
-    sandbox.put({"build.sh": script.encode(), "launcher": _LAUNCHER.encode()}, executable=True)
 
 
 def _cmake_list(paths: Sequence[str]) -> str:
@@ -191,25 +228,35 @@ def _cmake_list(paths: Sequence[str]) -> str:
     return " ".join(f"[==[{path}]==]" for path in paths if "]==]" not in path) or "none"
 
 
-def _attempt(sandbox: Sandbox, plan: Plan, which: BuildFile) -> BuildResult:
+def _attempt(sandbox: Sandbox, plan: Plan, which: BuildFile, files: Mapping[str, bytes] | None = None) -> BuildResult:
     """Build with one of the build files; where original sources do not compile together, those targets once more."""
-    result = _compile(sandbox, plan, which)
+    result = _compile(sandbox, plan, which, files=files)
     alone = _UNITY_FAILED.findall(result.log)
     return _compile(sandbox, plan, which, sorted(set(alone))) if alone else result
 
 
-def _compile(sandbox: Sandbox, plan: Plan, which: BuildFile, alone: Sequence[str] = ()) -> BuildResult:
-    """Build; where targets are to be compiled one source at a time, what is built already stays."""
+def _compile(
+    sandbox: Sandbox,
+    plan: Plan,
+    which: BuildFile,
+    alone: Sequence[str] = (),
+    files: Mapping[str, bytes] | None = None,
+) -> BuildResult:
+    """Build; where targets are to be compiled one source at a time, what is built already stays.
+
+    `files` are put with the rest where they are not there yet: each putting is a program more in the container.
+    """
     content = plan.build_file if which == "pristine" else plan.files.get(_BUILD_FILE)
     probes = _PROBES.format(root=sandbox.root, own=_cmake_list(plan.own_sources), alone=_cmake_list(alone))
-    sandbox.put({"probes.cmake": probes.encode(), **({f"src/{_BUILD_FILE}": content} if content is not None else {})})
+    build_file = {f"src/{_BUILD_FILE}": content} if content is not None else {}
+    sandbox.put({**(files or {}), "probes.cmake": probes.encode(), **build_file}, executable=_EXECUTABLE)
     environment = {**_environment(sandbox), "AGAIN": "yes" if alone else ""}
     finished = sandbox.run(["./build.sh"], timeout_s=plan.timeout_s, environment=environment)
     found = sandbox.get(_OUT, max_bytes=_MAX_BINARIES)
     binaries = {name.removeprefix(f"{_OUT}/"): data for name, data in found.items()}
     root = str(sandbox.root)
     log = f"{finished.stdout}\n{finished.stderr}"
-    toolchain = sandbox.get("toolchain", max_bytes=4096).get("toolchain", b"").decode("utf-8", "replace")
+    toolchain = found.get(_TOOLCHAIN, b"")[:4096].decode("utf-8", "replace")
     return BuildResult(
         binaries={name: binaries[name] for name in plan.targets if name in binaries},
         errors=errors(log, (f"{root}/src/", f"{root}/", "src/", "../src/")),
@@ -235,12 +282,14 @@ def _environment(sandbox: Sandbox) -> dict[str, str]:
     }
 
 
-def _load_cache(sandbox: Sandbox, folder: Path | None) -> None:
+def _cached(folder: Path | None) -> dict[str, bytes]:
+    """Return the objects of the student's earlier commits, to be put into the sandbox."""
     if folder is None or not folder.is_dir():
-        return
+        return {}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    if sum(path.stat().st_size for path in files) <= _MAX_CACHE:
-        sandbox.put({f"ccache/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files})
+    if sum(path.stat().st_size for path in files) > _MAX_CACHE:
+        return {}
+    return {f"ccache/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
 
 
 def _save_cache(sandbox: Sandbox, folder: Path | None) -> None:

@@ -55,9 +55,10 @@ def test_files_go_in_and_come_back_byte_for_byte(sandbox):
 
 
 def test_executable_files_can_be_run(sandbox):
-    sandbox.put({"program": b"#!/bin/sh\necho ran in $(pwd)\n"}, executable=True)
+    sandbox.put({"program": b"#!/bin/sh\necho ran in $(pwd)\n", "other": b"#!/bin/sh\n"}, executable={"program"})
     finished = sandbox.run([f"{sandbox.root}/program"], timeout_s=20, cwd=".")
     assert finished.stdout == f"ran in {sandbox.root}\n"
+    assert shell(sandbox, "test ! -x other").exit_code == 0
 
 
 def test_links_and_special_files_do_not_come_out(sandbox):

@@ -10,7 +10,7 @@ import pytest
 
 from grader.errors import SandboxError
 from grader.sandbox import open_sandbox, owner
-from grader.sandbox.base import Ending, Specification
+from grader.sandbox.base import Ending, Limits, Specification
 from grader.sandbox.docker import host_options
 from tests.grader.sandbox.conftest import make_specification
 
@@ -87,6 +87,11 @@ def test_gpus_are_asked_of_the_engine():
     (request,) = host_options(Specification(gpus=2))["device_requests"]
     assert (request["Count"], request["Capabilities"]) == (2, [["gpu"]])
     assert host_options(Specification())["device_requests"] == []
+
+
+def test_more_processors_than_the_machine_has_are_cut_to_what_there_are():
+    with open_sandbox("docker", make_specification("docker", limits=Limits(cpus=4096.0))) as sandbox:
+        assert shell(sandbox, "true").exit_code == 0
 
 
 def test_reaper_removes_what_a_killed_grader_left_and_nothing_else():
